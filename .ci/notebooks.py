@@ -1,0 +1,149 @@
+"""Keeps the notebooks as the project wants them.
+
+    python .ci/notebooks.py run nbs/00_bn.ipynb ...   run top to bottom and store the outputs
+    python .ci/notebooks.py sync                      install cells, badges and links from settings.ini; README.md from index.ipynb
+    python .ci/notebooks.py check                     what neither nbdev nor ruff looks at; exits 1 and names each fault
+"""
+
+import base64
+import os
+import re
+import sys
+import time
+from configparser import ConfigParser
+from pathlib import Path
+
+from execnb.nbio import read_nb, write_nb
+
+ROOT = Path(__file__).resolve().parent.parent
+NBS, LIB, IMAGES = ROOT / "nbs", ROOT / "fedl2p", ROOT / "nbs" / "images"
+_config = ConfigParser(delimiters=["="])
+_config.read(ROOT / "settings.ini", encoding="utf-8")
+SETTINGS = _config["DEFAULT"]
+OWNER, BRANCH = "{user}/{repo}".format(**SETTINGS), SETTINGS["branch"]
+
+
+def notebooks() -> list[Path]:
+    return sorted(p for p in NBS.rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts)
+
+
+def first_cell() -> str:
+    """The hidden first cell: on Colab it installs the package, and leaves Colab's torch alone."""
+    packages = " ".join(f'"{p}"' for p in SETTINGS["colab_requirements"].split())
+    return f"""#| hide
+import sys
+if "google.colab" in sys.modules:  # on Colab install the package, and keep the torch that is there
+    %pip install -q --no-deps git+https://github.com/{OWNER}@{BRANCH}
+    %pip install -q {packages}"""
+
+
+def badge(path: Path) -> str:
+    page = f"https://colab.research.google.com/github/{OWNER}/blob/{BRANCH}/{path.relative_to(ROOT).as_posix()}"
+    return f"[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({page})"
+
+
+# --- run -----------------------------------------------------------------------------------------------------
+
+
+def run(path: Path) -> None:
+    """Run one notebook and store its outputs; cells for a GPU keep what they have where there is none."""
+    import torch
+    from execnb.shell import CaptureShell
+
+    os.chdir(path.parent)
+    skip = [] if torch.cuda.is_available() else ["cuda"]
+    nb, start = read_nb(path), time.time()
+    kept = [c for c in nb.cells if not any(re.search(rf"^#\|\s*{flag}", c.source, re.M) for flag in skip)]
+    shell = CaptureShell(path=path.parent)
+    shell.run_cell("%matplotlib inline")
+    for cell in kept:
+        shell.cell(cell)
+        if any(o.output_type == "error" for o in cell.get("outputs", [])):
+            sys.exit(f"{path.name}: a cell failed\n\n{cell.source}\n\n{cell.outputs[-1].evalue}")
+    write_nb(nb, path)
+    print(f"{path.name}: {time.time() - start:.0f} s")
+
+
+# --- sync ----------------------------------------------------------------------------------------------------
+
+
+def sync(path: Path) -> None:
+    """Write what depends on settings.ini into one notebook: first cell, badge, links."""
+    nb = read_nb(path)
+    install, title = nb.cells[0], nb.cells[1]
+    install.source = first_cell()
+    title.source = re.sub(r"^\[!\[Open in Colab\].*$", lambda _: badge(path), title.source, flags=re.M)
+    for cell in nb.cells:
+        cell.source = re.sub(r"(colab\.research\.google\.com/github/)[\w.-]+/[\w.-]+/blob/[\w.-]+/nbs", rf"\g<1>{OWNER}/blob/{BRANCH}/nbs", cell.source)
+    write_nb(nb, path)
+
+
+def readme() -> str:
+    """README.md: the prose, code and outputs that index.ipynb stores; pictures become files beside the notebooks."""
+    parts = []
+    for cell in read_nb(NBS / "index.ipynb").cells:
+        if re.search(r"^#\|\s*hide", cell.source, re.M):
+            continue
+        if cell.cell_type == "markdown":
+            parts.append(cell.source)
+            continue
+        if not re.search(r"^#\|\s*echo:\s*false", cell.source, re.M):
+            parts.append(f"```python\n{cell.source}\n```")
+        for output in cell.outputs:
+            data = output.get("data", {})
+            if "image/png" in data:
+                image = IMAGES / f"index_{len(parts)}.png"
+                image.write_bytes(base64.b64decode("".join(data["image/png"])))
+                parts.append(f"![{(data.get('text/plain') or ['figure'])[0]}]({image.relative_to(ROOT).as_posix()})")
+            else:
+                text = "".join(output.get("text") or data.get("text/plain") or "").rstrip()
+                parts.append(f"```text\n{text}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+# --- check ---------------------------------------------------------------------------------------------------
+
+
+def faults() -> list[str]:
+    """Everything wrong with notebooks and modules, in words."""
+    found, sources = [], {}
+    for path in notebooks():
+        name, nb = path.relative_to(ROOT), read_nb(path)
+        outputs = [o for c in nb.cells for o in c.get("outputs", [])]
+        text = "\n".join(c.source for c in nb.cells)
+        if not outputs:
+            found.append(f"{name} stores no outputs: python .ci/notebooks.py run {name}")
+        if any(o.output_type == "error" for o in outputs):
+            found.append(f"{name} stores an error")
+        if badge(path) not in nb.cells[1].source or nb.cells[0].source != first_cell():
+            found.append(f"{name} needs the install cell first, then a title with its Colab badge: python .ci/notebooks.py sync")
+        if module := re.search(r"^#\|\s*default_exp\s+(\S+)", text, re.M):
+            sources[module[1]] = path
+    for path in sorted(LIB.rglob("*.py")):
+        module = path.relative_to(LIB).with_suffix("").as_posix().replace("/", ".")
+        if path.name not in ("__init__.py", "_modidx.py") and module not in sources:
+            found.append(f"{path.relative_to(ROOT)} has no notebook that exports it")
+    return found
+
+
+def main(command: str = "", *names: str) -> None:
+    if command == "run" and names:
+        if len(names) == 1:
+            return run(Path(names[0]).resolve())
+        for name in names:  # each in a new process: no state flows from one notebook into the next
+            if os.spawnl(os.P_WAIT, sys.executable, sys.executable, __file__, "run", name):
+                sys.exit(1)
+    elif command == "sync" and not names:
+        for path in notebooks():
+            sync(path)
+        (ROOT / "README.md").write_text(readme(), encoding="utf-8")
+    elif command == "check" and not names:
+        found = faults()
+        print(*found or [f"{len(notebooks())} notebooks: outputs, badges and modules in order"], sep="\n")
+        sys.exit(bool(found))
+    else:
+        sys.exit(__doc__)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
