@@ -1,7 +1,7 @@
 """Keeps the notebooks as the project wants them.
 
     python .ci/notebooks.py run nbs/00_bn.ipynb ...   run top to bottom and store the outputs
-    python .ci/notebooks.py sync                      install cells, badges and links from settings.ini; README.md from index.ipynb
+    python .ci/notebooks.py sync                      install cells, badges, links; README.md and its pictures
     python .ci/notebooks.py check                     what neither nbdev nor ruff looks at; exits 1 and names each fault
 """
 
@@ -74,31 +74,36 @@ def sync(path: Path) -> None:
     install.source = first_cell()
     title.source = re.sub(r"^\[!\[Open in Colab\].*$", lambda _: badge(path), title.source, flags=re.M)
     for cell in nb.cells:
-        cell.source = re.sub(r"(colab\.research\.google\.com/github/)[\w.-]+/[\w.-]+/blob/[\w.-]+/nbs", rf"\g<1>{OWNER}/blob/{BRANCH}/nbs", cell.source)
+        cell.source = re.sub(r"(?<=colab\.research\.google\.com/github/)[\w.-]+/[\w.-]+/blob/[\w.-]+(?=/nbs)", f"{OWNER}/blob/{BRANCH}", cell.source)
     write_nb(nb, path)
 
 
 def readme() -> str:
-    """README.md: the prose, code and outputs that index.ipynb stores; pictures become files beside the notebooks."""
+    """README.md: what index.ipynb says and stores, with its links seen from the root."""
     parts = []
     for cell in read_nb(NBS / "index.ipynb").cells:
         if re.search(r"^#\|\s*hide", cell.source, re.M):
             continue
         if cell.cell_type == "markdown":
-            parts.append(cell.source)
+            parts.append(re.sub(r"\]\((?=images/|[\w/]+\.ipynb\))", "](nbs/", cell.source))
             continue
-        if not re.search(r"^#\|\s*echo:\s*false", cell.source, re.M):
-            parts.append(f"```python\n{cell.source}\n```")
+        parts.append(f"```python\n{cell.source}\n```")
         for output in cell.outputs:
-            data = output.get("data", {})
-            if "image/png" in data:
-                image = IMAGES / f"index_{len(parts)}.png"
-                image.write_bytes(base64.b64decode("".join(data["image/png"])))
-                parts.append(f"![{(data.get('text/plain') or ['figure'])[0]}]({image.relative_to(ROOT).as_posix()})")
-            else:
-                text = "".join(output.get("text") or data.get("text/plain") or "").rstrip()
-                parts.append(f"```text\n{text}\n```")
+            text = "".join(output.get("text") or output.get("data", {}).get("text/plain") or "")
+            parts.append(f"```text\n{text.rstrip()}\n```")
     return "\n\n".join(parts) + "\n"
+
+
+def figures() -> dict[Path, bytes]:
+    """Pictures of cells labelled `#| label: fig-...`, as files that index.ipynb and README.md can show."""
+    found = {}
+    for path in notebooks():
+        for cell in read_nb(path).cells:
+            label = re.search(r"^#\|\s*label:\s*(fig-[\w-]+)", cell.source, re.M)
+            for output in cell.get("outputs", []) if label else []:
+                if png := output.get("data", {}).get("image/png"):
+                    found[IMAGES / f"{label[1]}.png"] = base64.b64decode("".join(png))
+    return found
 
 
 # --- check ---------------------------------------------------------------------------------------------------
@@ -137,6 +142,8 @@ def main(command: str = "", *names: str) -> None:
         for path in notebooks():
             sync(path)
         (ROOT / "README.md").write_text(readme(), encoding="utf-8")
+        for path, png in figures().items():
+            path.write_bytes(png)
     elif command == "check" and not names:
         found = faults()
         print(*found or [f"{len(notebooks())} notebooks: outputs, badges and modules in order"], sep="\n")

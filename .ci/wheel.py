@@ -1,0 +1,38 @@
+"""Imports each module of the installed wheel alone, in a Python without the dev extra: `python .ci/wheel.py PYTHON`."""
+
+import subprocess
+import sys
+import tempfile
+
+MODULES = """
+import importlib.metadata, pathlib
+files = [pathlib.PurePosixPath(str(f)) for f in importlib.metadata.files("fedl2p")]
+assert pathlib.PurePosixPath("fedl2p/py.typed") in files, "py.typed is not in the wheel"
+names = [".".join(f.with_suffix("").parts) for f in files if f.suffix == ".py" and f.name not in ("__init__.py", "_modidx.py")]
+assert names and all(n.startswith("fedl2p.") for n in names), names
+print(*names)
+"""
+HEAVY = ("torchvision", "torchaudio", "matplotlib")
+
+
+def run(python: str, code: str) -> str:
+    # Not in the clone: there `import fedl2p` would find the sources instead of the wheel.
+    with tempfile.TemporaryDirectory() as elsewhere:
+        done = subprocess.run([python, "-c", code], cwd=elsewhere, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{code}\n{done.stderr}")
+    return done.stdout
+
+
+def main(python: str) -> None:
+    names = run(python, MODULES).split()
+    for name in names:
+        run(python, f"import {name}")
+        print("imports alone:", name)
+    run(python, f"import sys, fedl2p; heavy = [m for m in {(*HEAVY, 'torch')!r} if m in sys.modules]; assert not heavy, heavy")
+    run(python, "import torch, torchvision, torchaudio")
+    print(f"{len(names)} passed, 0 failed")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
