@@ -122,7 +122,7 @@ class MixBatchNorm(nn.Module):
     def _track(self, mean: Tensor, var: Tensor, n: int) -> None:
         if n > 1:  # one value per channel says nothing of a variance
             self.num_batches_tracked = self.num_batches_tracked + 1
-            step = 1 / self.num_batches_tracked if self.momentum is None else self.momentum
+            step = 1 / self.num_batches_tracked.to(mean.dtype) if self.momentum is None else self.momentum
             self.running_mean = mix(self.running_mean, mean, step)
             self.running_var = mix(self.running_var, var * (n / (n - 1)), step)
 
@@ -172,8 +172,6 @@ def set_beta(
 # %% ../nbs/00_bn.ipynb #97bd2ced
 def _mixing(layer: _BatchNorm, name: str) -> MixBatchNorm:
     "One batch norm as a mixing layer that shares its parameters."
-    if isinstance(layer.running_mean, nn.parameter.UninitializedBuffer):
-        raise ValueError(f"batch-norm layer {name!r} is lazy and has no channels yet; run one batch through the model first")
     known = type(layer).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
     if not known and not (hasattr(layer, "drop") and hasattr(layer, "act")):  # timm's BatchNormAct2d: norm, drop, act
         raise ValueError(f"batch-norm layer {name!r} is a {type(layer).__name__} with a forward of its own; allowed are torch's layers and timm's BatchNormAct2d")
