@@ -32,6 +32,7 @@ def first_cell() -> str:
     packages = " ".join(f'"{p}"' for p in SETTINGS["colab_requirements"].split())
     return f"""#| hide
 import sys
+
 if "google.colab" in sys.modules:  # on Colab install the package, and keep the torch that is there
     %pip install -q --no-deps git+https://github.com/{OWNER}@{BRANCH}
     %pip install -q {packages}"""
