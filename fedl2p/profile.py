@@ -121,6 +121,9 @@ def input_moments(
     with ExitStack() as stack:
         stack.enter_context(evaluating(model))
         stack.enter_context(bn_mode(model, "pretrained"))
+        # Attention has a short cut for evaluation that passes its layers by, and some versions take it in spite of hooks.
+        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
         for name in names:
             stack.callback(modules[name].register_forward_pre_hook(listen(name), with_kwargs=True).remove)
         for part in x.split(batch_size):
