@@ -58,6 +58,8 @@ def run(path: Path) -> None:
     shell = CaptureShell(path=path.parent)
     shell.run_cell("%matplotlib inline")
     for cell in kept:
+        if cell.cell_type == "code":
+            cell.outputs = []  # execnb leaves the old ones where a cell has none
         shell.cell(cell)
         if any(o.output_type == "error" for o in cell.get("outputs", [])):
             sys.exit(f"{path.name}: a cell failed\n\n{cell.source}\n\n{cell.outputs[-1].evalue}")

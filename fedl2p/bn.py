@@ -57,12 +57,11 @@ MODES = ("mix", "batch", "pretrained")
 
 def _check(layer: "MixBatchNorm", x: Tensor) -> None:
     "Refuse what the layer cannot normalise, by the layer's name."
-    from_batch = layer.mode == "batch" or (layer.mode == "mix" and layer.training)
     if layer.mode not in MODES:
         raise ValueError(f"{layer.title}: mode is {layer.mode!r}; allowed are {', '.join(MODES)}")
-    if x.dim() < 2 or x.shape[1] != layer.num_features:
-        raise ValueError(f"{layer.title}: input has shape {tuple(x.shape)}; allowed is [N, {layer.num_features}, ...]")
-    if from_batch and x.numel() == 0:
+    if x.dim() < 2 or x.shape[1] != layer.num_features or not x.is_floating_point():
+        raise ValueError(f"{layer.title}: input has shape {tuple(x.shape)} and type {x.dtype}; allowed is [N, {layer.num_features}, ...] of floats")
+    if x.numel() == 0 and (layer.mode == "batch" or (layer.mode == "mix" and layer.training)):
         raise ValueError(f"{layer.title}: input has shape {tuple(x.shape)}; an empty batch has no statistics")
     if layer.beta.dim() != 0:
         raise ValueError(f"{layer.title}: beta has shape {tuple(layer.beta.shape)}; allowed is one number a layer")
@@ -140,33 +139,38 @@ def bn_layers(
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, MixBatchNorm)}
 
 
+def _mixing_layers(model: nn.Module) -> dict[str, MixBatchNorm]:
+    "The same, of a model that was converted: on a plain one, beta would be ignored without a word."
+    if plain := [name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]:
+        raise ValueError(f"model has batch norms that cannot mix: {', '.join(plain)}; convert it by mix_bn first")
+    return bn_layers(model)
+
+
 def beta_buffers(
     model: nn.Module, # as returned by `mix_bn`
     beta: float | Sequence[float] | Tensor, # one number, or B of them; leading dimensions (clients) are kept
 ) -> dict[str, Tensor]: # name of each layer's buffer -> its beta
     "Beta as buffers for `torch.func.functional_call`, checked; gradients flow through."
-    layers = bn_layers(model)
-    if not layers:
-        return {}
-    like = next(iter(layers.values())).pretrained_mean
+    layers = _mixing_layers(model)
+    like = next((layer.pretrained_mean for layer in layers.values()), torch.empty(0))
     beta = torch.as_tensor(beta, dtype=like.dtype, device=like.device)
     if beta.dim() == 0:
         beta = beta.expand(len(layers))
     if beta.shape[-1] != len(layers):
         raise ValueError(f"beta has {beta.shape[-1]} numbers; allowed are {len(layers)}, one for each of the layers {', '.join(layers)}")
-    for (name, layer), b in zip(layers.items(), beta.detach().unbind(-1), strict=True):
+    for name, b in zip(layers, beta.detach().unbind(-1), strict=True):
         if not ((b >= 0) & (b <= 1)).all():  # written so that NaN fails too
-            raise ValueError(f"{layer.title if not name else f'batch-norm layer {name!r}'}: beta is {b.tolist()}; allowed is [0, 1]")
+            raise ValueError(f"batch-norm layer {name!r}: beta is {b.tolist()}; allowed is [0, 1]")
     return {f"{name}.beta".lstrip("."): b for name, b in zip(layers, beta.unbind(-1), strict=True)}
 
 
 def set_beta(
-    model: nn.Module, # changed in place
+    model: nn.Module, # as returned by `mix_bn`; changed in place
     beta: float | Sequence[float] | Tensor, # one number, or B of them
 ) -> nn.Module: # the same model
     "Store beta in the mixing layers of a model."
     for layer, b in zip(bn_layers(model).values(), beta_buffers(model, beta).values(), strict=True):
-        layer.beta = b.clone()
+        layer.beta = b.detach().clone()
     return model
 
 # %% ../nbs/00_bn.ipynb #97bd2ced
@@ -185,8 +189,8 @@ def _mixing(layer: _BatchNorm, name: str) -> MixBatchNorm:
 
 def mix_bn(
     model: nn.Module, # any model; it is not changed
-    beta: float | Sequence[float] | Tensor = 0.0, # 0 leaves the model's predictions as they are
-    verbose: bool = True, # say how many layers were converted
+    beta: float | Sequence[float] | Tensor | None = None, # None is 0 for new mixing layers: predictions stay as they are
+    verbose: bool = True, # say how many layers mix
 ) -> nn.Module: # a copy with B mixing layers
     "A copy of `model` whose batch norms mix, with their running statistics frozen as the pretrained ones."
     done, left = {}, set()
@@ -205,8 +209,8 @@ def mix_bn(
 
     mixed = convert(deepcopy(model), "")
     if verbose:
-        print(f"mix_bn: {len(done)} batch-norm layers mix" + (f", {len(left)} without running statistics stay" if left else ""))
-    return set_beta(mixed, beta)
+        print(f"mix_bn: {len(bn_layers(mixed))} batch-norm layers mix" + (f", {len(left)} without running statistics stay" if left else ""))
+    return mixed if beta is None else set_beta(mixed, beta)
 
 # %% ../nbs/00_bn.ipynb #7f36c5fa
 @contextmanager
@@ -217,7 +221,7 @@ def bn_mode(
     "Run a block with all mixing layers in `mode`; afterwards each has the mode that it had."
     if mode not in MODES:
         raise ValueError(f"mode is {mode!r}; allowed are {', '.join(MODES)}")
-    layers = bn_layers(model).values()
+    layers = _mixing_layers(model).values()
     before = [layer.mode for layer in layers]
     try:
         for layer in layers:

@@ -92,4 +92,6 @@ def accuracy(
     y: Tensor, # labels [N]
 ) -> float: # share of right answers
     "How often the largest output is the label."
+    if len(x) != len(y):
+        raise ValueError(f"x has {len(x)} samples and y {len(y)}; allowed is the same number")
     return (model(x).argmax(1) == y).float().mean().item()

@@ -8,6 +8,7 @@ __all__ = ['Strategy', 'eta_by_name', 'bn_c', 'bn_g', 'bn_i', 'head_only', 'body
 
 # %% ../nbs/02_metanet.ipynb #88a6ebd8
 import json
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,12 +37,15 @@ class Strategy:
     def __post_init__(self):
         if self.bn not in MODES:
             raise ValueError(f"bn is {self.bn!r}; allowed are {', '.join(MODES)}")
+        for name, value in (("beta", self.beta), ("eta", self.eta)):
+            if not isinstance(value, Tensor) or value.dim() == 0:
+                raise ValueError(f"{name} is {value!r}; allowed is a tensor with one number for each batch norm or parameter")
 
     def __repr__(self) -> str:
         def span(t: Tensor) -> str:
-            return f"{len(t)} numbers from {t.min():.3g} to {t.max():.3g}" if len(t) else "none"
+            return f"{list(t.shape)} from {t.min():.3g} to {t.max():.3g}" if t.numel() else "[]"
 
-        return f"Strategy(bn={self.bn!r}, beta: {span(self.beta)}, eta: {span(self.eta)}, {(self.eta == 0).sum()} of them 0)"
+        return f"Strategy(bn={self.bn!r}, beta {span(self.beta)}, eta {span(self.eta)}, frozen tensors {(self.eta == 0).sum()})"
 
 
 def eta_by_name(
@@ -52,13 +56,19 @@ def eta_by_name(
     names = [name for name, _ in model.named_parameters()]
     if strategy.eta.shape[-1] != len(names):
         raise ValueError(f"eta has {strategy.eta.shape[-1]} numbers; allowed are {len(names)}, one for each parameter of the model")
+    if not strategy.eta.isfinite().all():
+        raise ValueError(f"eta is {strategy.eta.tolist()}; allowed are finite numbers")
     return dict(zip(names, strategy.eta.unbind(-1), strict=True))
 
 # %% ../nbs/02_metanet.ipynb #0ad0068c
 def _strategy(model: nn.Module, lr: float, beta: float, tuned: Callable[[str], bool] = lambda layer: True, bn: str = "mix") -> Strategy:
     "One beta for all batch norms, and rate `lr` for the parameters of the layers that are `tuned`."
-    like = next(model.parameters())
+    if not math.isfinite(lr) or not 0 <= beta <= 1:
+        raise ValueError(f"lr is {lr} and beta {beta}; allowed are a finite number, and one in [0, 1]")
     eta = [lr if tuned(name.rpartition(".")[0]) else 0.0 for name, _ in model.named_parameters()]
+    if not any(tuned(name.rpartition(".")[0]) for name, _ in model.named_parameters()):
+        raise ValueError("model has no parameters that this strategy would tune")
+    like = next(model.parameters())
     return Strategy(like.new_full((len(pretrained_statistics(model)),), beta), like.new_tensor(eta), bn)
 
 
@@ -78,33 +88,37 @@ def bn_i(model: nn.Module, lr: float) -> Strategy:
 
 # %% ../nbs/02_metanet.ipynb #6ae29b12
 def _head(model: nn.Module, head: str | None) -> str:
-    "The name of the last learnable layer, or the one that the caller names."
+    "The name of the last learnable layer, or the module that the caller names."
     layers = list(learnable_layers(model))
-    if head is not None and head not in layers:
-        raise ValueError(f"head is {head!r}; allowed are {', '.join(layers)}")
-    return layers[-1] if head is None else head
+    if head is not None and not any(_within(layer, head) for layer in layers):
+        raise ValueError(f"head is {head!r}; allowed are {', '.join(layers)}, or a module that holds some of them")
+    return next(reversed(layers), "") if head is None else head
+
+
+def _within(layer: str, module: str) -> bool:
+    return layer == module or layer.startswith(module + ".")
 
 
 def head_only(
     model: nn.Module,
     lr: float,
     beta: float = 0.0, # 0 keeps the body exactly as it was pretrained
-    head: str | None = None, # name of the layer; None is the last learnable one
+    head: str | None = None, # name of the module; None is the last learnable layer
 ) -> Strategy:
-    "Tune the classifier and freeze the body, as FedPer and FedRep do."
+    "Tune the classifier and freeze the body: the personal head of FedPer and FedRep, after their common body is learned."
     name = _head(model, head)
-    return _strategy(model, lr, beta, lambda layer: layer == name)
+    return _strategy(model, lr, beta, lambda layer: _within(layer, name))
 
 
 def body_only(
     model: nn.Module,
     lr: float,
     beta: float = 0.0, # share of the client's statistics
-    head: str | None = None, # name of the layer; None is the last learnable one
+    head: str | None = None, # name of the module; None is the last learnable layer
 ) -> Strategy:
-    "Tune the body and freeze the classifier, as FedBABU does in pretraining, or LG-FedAvg."
+    "Tune the body and freeze the classifier, as FedBABU does in pretraining."
     name = _head(model, head)
-    return _strategy(model, lr, beta, lambda layer: layer != name)
+    return _strategy(model, lr, beta, lambda layer: not _within(layer, name))
 
 
 def bn_only(
@@ -192,16 +206,17 @@ class MetaNets(nn.Module):
 
     @classmethod
     def for_model(cls, model: nn.Module, lr: float, hidden: int = 100, seed: int = 0) -> "MetaNets":
-        "Meta-nets for `model`, at their start."
-        return cls(signature(model), lr, hidden, seed)
+        "Meta-nets for `model`, at their start, on its device."
+        return cls(signature(model), lr, hidden, seed).to(next(model.parameters()).device)
 
     def forward(self, profile: Profile) -> Strategy:
-        sizes = {"xi": len(self.signature.bn_layers), "feature_stats": 2 * len(self.signature.layers)}
-        for field, size in sizes.items():
-            if (came := getattr(profile, field).shape[-1]) != size:
-                raise ValueError(f"profile.{field} has {came} numbers; allowed are {size}, as for the model that these meta-nets were made for")
-        beta = self.bn_net(profile.xi) if self.bn_net is not None else profile.xi
-        return Strategy(beta, self.lr_net(profile.feature_stats) * self.eta_scale)
+        xi, stats = (t.to(self.eta_scale) for t in (profile.xi, profile.feature_stats))
+        for field, came, size in (("xi", xi, len(self.signature.bn_layers)), ("feature_stats", stats, 2 * len(self.signature.layers))):
+            if came.shape[-1] != size or not came.isfinite().all():
+                bad = (~came.isfinite()).sum()
+                raise ValueError(f"profile.{field} has {came.shape[-1]} numbers, {bad} not finite; allowed are {size} finite ones, as for the model that these meta-nets were made for")
+        beta = self.bn_net(xi) if self.bn_net is not None else xi
+        return Strategy(beta, self.lr_net(stats) * self.eta_scale)
 
     def save(self, path: str | Path) -> None:
         "Write a safetensors file whose header names the model's layers and tensors."
@@ -216,14 +231,13 @@ class MetaNets(nn.Module):
 _FORMAT = "fedl2p metanets 1"
 
 
-def _save(
-    metanets: MetaNets,
-    path: str | Path, # by custom ending in .safetensors
-) -> None:
+def _save(metanets: MetaNets, path: str | Path) -> None:
     "What `MetaNets.save` does."
     header = {"format": _FORMAT, "fedl2p": __version__, "hidden": str(metanets.hidden), **{k: json.dumps(v) for k, v in metanets.signature._asdict().items()}}
     tensors = {name: t.detach().cpu().contiguous() for name, t in metanets.state_dict().items()}
     path = Path(path)
+    if not path.parent.is_dir() or path.is_dir():
+        raise FileNotFoundError(f"path is {path}; allowed is a file in a folder that exists")
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         part.write_bytes(to_bytes(tensors, header))
@@ -232,11 +246,10 @@ def _save(
         part.unlink(missing_ok=True)
 
 
-def _load(
-    path: str | Path,
-    model: nn.Module, # to personalize, plain or from `mix_bn`; it must have the layers and tensors that the file names
-) -> MetaNets:
+def _load(path: str | Path, model: nn.Module) -> MetaNets:
     "What `MetaNets.load` does."
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"path is {path}; there is no such file")
     try:
         with safe_open(path, framework="pt") as file:
             header, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}
@@ -249,6 +262,6 @@ def _load(
         if (saved := tuple(json.loads(header[field]))) != names:
             odd = sorted(set(saved) ^ set(names)) or ["the same names in another order"]
             raise ValueError(f"{path} was learned for another model: {len(saved)} {field} in the file, {len(names)} in the model, first difference {odd[0]!r}")
-    metanets = MetaNets(here, lr=0.0, hidden=int(header["hidden"]))
+    metanets = MetaNets(here, lr=0.0, hidden=int(header["hidden"])).to(tensors["eta_scale"].dtype)
     metanets.load_state_dict(tensors)
-    return metanets
+    return metanets.to(next(model.parameters()).device)

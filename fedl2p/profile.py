@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from .bn import MixBatchNorm, batch_statistics, bn_mode
+from .bn import MixBatchNorm, batch_statistics, bn_layers, bn_mode
 
 # %% ../nbs/01_profile.ipynb #14bf1967
 def symmetric_kl(
@@ -108,19 +108,24 @@ def input_moments(
 ) -> dict[str, Moments]: # for each layer, over all of `x`
     "Moments of what enters each layer."
     seen: dict[str, Moments] = {}
+    names, modules = list(names), dict(model.named_modules())
+    if unknown := [name for name in names if name not in modules]:
+        raise ValueError(f"names has {', '.join(unknown)}; allowed are the names of the model's modules")
 
     def listen(name: str):
         def hook(module, args, kwargs):
-            entering = args[0] if args else next(iter(kwargs.values()))
+            entering = next(iter([*args, *kwargs.values()]), None)
+            if not isinstance(entering, Tensor):
+                raise ValueError(f"layer {name!r} is called with {type(entering).__name__}; allowed is a tensor as the first argument")
             per_channel = isinstance(module, (MixBatchNorm, _BatchNorm))
             new = moments(entering if per_channel else entering.reshape(-1, 1))
             seen[name] = seen[name].merge(new) if name in seen else new
         return hook
 
-    modules = dict(model.named_modules())
     with ExitStack() as stack:
         stack.enter_context(evaluating(model))
-        stack.enter_context(bn_mode(model, "pretrained"))
+        if bn_layers(model):
+            stack.enter_context(bn_mode(model, "pretrained"))
         # Attention has a short cut for evaluation that passes its layers by, and some versions take it in spite of hooks.
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
@@ -146,16 +151,22 @@ def profile(
     x: Tensor, # the client's data [N, ...]
     batch_size: int = 256, # samples a pass; the result does not depend on it
     eps: float = 1e-5, # added to variances
-) -> Profile: # on the model's device
+) -> Profile: # on the device of `x`, in single precision unless `x` is double
     "A client's statistics relative to the pretrained model (Eq. 3), in one pass without gradients."
-    if len(x) == 0:
-        raise ValueError("x has 0 samples; a profile needs at least one")
+    if not isinstance(x, Tensor) or len(x) == 0:
+        raise ValueError(f"x is {'empty' if isinstance(x, Tensor) else f'a {type(x).__name__}'}; allowed is a tensor [N, ...] of at least one sample")
+    if batch_size < 1 or eps <= 0:
+        raise ValueError(f"batch_size is {batch_size} and eps {eps}; allowed are whole numbers from 1 on, and numbers above 0")
     layers, pretrained = list(learnable_layers(model)), pretrained_statistics(model)
     seen = input_moments(model, dict.fromkeys([*layers, *pretrained]), x, batch_size)
     for name, m in seen.items():
         if not (m.mean.isfinite().all() and m.m2.isfinite().all()):
             raise ValueError(f"what enters layer {name!r} is not finite; look for NaN or infinity in x")
-    xi = [symmetric_kl(seen[name].mean, seen[name].var, mean, var, eps).mean() for name, (mean, var) in pretrained.items()]
-    stats = [f(seen[name].pool()) for name in layers for f in (lambda m: m.mean[0], lambda m: (m.var[0] + eps).sqrt())]
-    like = torch.empty(0, dtype=torch.get_default_dtype()) if not layers else next(model.parameters())
-    return Profile(*(torch.stack(values).to(like) if values else like.new_empty(0) for values in (xi, stats)))
+    xi, feature_stats = [], []
+    for name, (mean, var) in pretrained.items():
+        xi.append(symmetric_kl(seen[name].mean, seen[name].var, mean, var, eps).mean())
+    for name in layers:
+        whole = seen[name].pool()
+        feature_stats += [whole.mean[0], (whole.var[0] + eps).sqrt()]
+    to = {"device": x.device, "dtype": torch.float64 if x.dtype == torch.float64 else torch.float32}
+    return Profile(torch.tensor(xi, **to), torch.tensor(feature_stats, **to))

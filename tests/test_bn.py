@@ -253,10 +253,10 @@ def test_wrong_shape_of_beta_in_a_call_names_the_layer():
         functional_call(mixed, {"3.1.beta": torch.zeros(4)}, images())
 
 
-@pytest.mark.parametrize("shape", [(2, 4, 5, 5), (3,), ()])
-def test_wrong_input_names_the_layer(shape):
-    with pytest.raises(ValueError, match=r"batch-norm layer 'body.bn': input has shape .* allowed is \[N, 3, ...\]"):
-        MixBatchNorm(3, name="body.bn")(torch.zeros(shape))
+@pytest.mark.parametrize("x", [torch.zeros(2, 4, 5, 5), torch.zeros(3), torch.zeros(()), torch.zeros(2, 3, dtype=torch.int64)])
+def test_wrong_input_names_the_layer(x):
+    with pytest.raises(ValueError, match=r"batch-norm layer 'body.bn': input has shape .* allowed is \[N, 3, ...\] of floats"):
+        MixBatchNorm(3, name="body.bn")(x)
 
 
 def test_an_empty_batch_is_refused_where_it_has_to_be():
@@ -361,6 +361,26 @@ def test_a_single_layer_and_twice_the_same():
     assert mixed["a"] is mixed["b"][0] and len(bn_layers(mixed)) == 1
     again = mix_bn(mixed, beta=1.0, verbose=False)
     assert len(bn_layers(again)) == 1 and again["a"].beta == 1
+    assert mix_bn(again, verbose=False)["a"].beta == 1  # beta stays unless one is given
+
+
+def test_a_plain_model_is_not_taken_for_a_mixing_one():
+    plain = net()
+    message = "model has batch norms that cannot mix: 1, 3.1; convert it by mix_bn first"
+    for act in (lambda: set_beta(plain, 0.5), lambda: beta_buffers(plain, 0.5)):
+        with pytest.raises(ValueError, match=message):
+            act()
+    with pytest.raises(ValueError, match=message), bn_mode(plain, "batch"):
+        pass
+    with pytest.raises(ValueError, match="beta has 5 numbers; allowed are 0"):
+        beta_buffers(nn.Linear(2, 2), torch.zeros(5))
+
+
+def test_set_beta_stores_numbers_and_no_history():
+    mixed = mix_bn(net(), verbose=False)
+    set_beta(mixed, torch.tensor([0.2, 0.4], requires_grad=True) * 2)
+    assert not mixed[1].beta.requires_grad
+    copy.deepcopy(mixed)
 
 
 def test_missing_children_and_flags_survive():

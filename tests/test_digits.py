@@ -20,6 +20,11 @@ def test_unknown_shift():
         shift(torch.zeros(1, 1, 8, 8), "upside down")
 
 
+def test_accuracy_wants_a_label_for_each_image():
+    with pytest.raises(ValueError, match="x has 2 samples and y 1"):
+        accuracy(small_cnn(), torch.zeros(2, 1, 8, 8), torch.zeros(1))
+
+
 def test_training_is_reproducible_and_learns():
     torch.set_num_threads(1)
     x, y = digits()

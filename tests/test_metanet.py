@@ -78,12 +78,28 @@ def test_wrong_words(model):
         Strategy(torch.zeros(3), torch.zeros(11), bn="local")
     with pytest.raises(ValueError, match="eta has 5 numbers; allowed are 11"):
         eta_by_name(model, Strategy(torch.zeros(3), torch.zeros(5)))
+    with pytest.raises(ValueError, match="allowed are finite numbers"):
+        eta_by_name(model, Strategy(torch.zeros(3), torch.full((11,), torch.inf)))
+    with pytest.raises(ValueError, match="beta is 0.5; allowed is a tensor"):
+        Strategy(0.5, torch.zeros(11))
+    with pytest.raises(ValueError, match="lr is nan and beta 1.0; allowed are a finite number"):
+        bn_c(model, float("nan"))
+    with pytest.raises(ValueError, match=r"beta 5; allowed are a finite number, and one in \[0, 1\]"):
+        head_only(model, 0.1, beta=5)
+    with pytest.raises(ValueError, match="model has no parameters that this strategy would tune"):
+        bn_only(nn.Linear(2, 2), 0.1)
+
+
+def test_a_head_of_several_layers():
+    net = nn.ModuleDict({"body": nn.Linear(2, 2), "head": nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))})
+    assert rates(net, head_only(net, 0.1, head="head")) == {n for n, _ in net.named_parameters() if n.startswith("head")}
+    assert rates(net, body_only(net, 0.1, head="head")) == {"body.weight", "body.bias"}
 
 
 def test_repr_is_short(model):
     text = repr(head_only(model, 0.1))
-    assert text == "Strategy(bn='mix', beta: 3 numbers from 0 to 0, eta: 11 numbers from 0 to 0.1, 9 of them 0)"
-    assert "beta: none" in repr(Strategy(torch.zeros(0), torch.ones(1)))
+    assert text == "Strategy(bn='mix', beta [3] from 0 to 0, eta [11] from 0 to 0.1, frozen tensors 9)"
+    assert "beta []" in repr(Strategy(torch.zeros(0), torch.ones(1)))
 
 
 # --- the clamp -----------------------------------------------------------------------------------------------
@@ -174,10 +190,21 @@ def test_without_batch_norms():
 
 
 def test_profile_of_another_model(model):
-    with pytest.raises(ValueError, match="profile.xi has 7 numbers; allowed are 3"):
+    with pytest.raises(ValueError, match="profile.xi has 7 numbers, 0 not finite; allowed are 3"):
         MetaNets.for_model(model, lr=0.1)(Profile(torch.zeros(7), torch.zeros(14)))
-    with pytest.raises(ValueError, match="profile.feature_stats has 2 numbers; allowed are 14"):
+    with pytest.raises(ValueError, match="profile.feature_stats has 2 numbers, 0 not finite; allowed are 14"):
         MetaNets.for_model(model, lr=0.1)(Profile(torch.zeros(3), torch.zeros(2)))
+
+
+def test_profile_that_is_not_finite(model, client):
+    with pytest.raises(ValueError, match="profile.xi has 3 numbers, 3 not finite"):
+        MetaNets.for_model(model, lr=0.1)(Profile(client.xi * float("nan"), client.feature_stats))
+
+
+def test_double_models_and_profiles(model, client):
+    nets = MetaNets.for_model(small_cnn().double(), lr=0.1)
+    s = nets(Profile(client.xi.double(), client.feature_stats.double()))
+    torch.testing.assert_close(s.eta, MetaNets.for_model(model, lr=0.1)(client).eta)
 
 
 # --- on disk -------------------------------------------------------------------------------------------------
@@ -234,8 +261,17 @@ def test_files_of_something_else(model, tmp_path):
         MetaNets.load(text, model)
     with pytest.raises(ValueError, match="does not hold meta-nets of this version; its format is None"):
         MetaNets.load(tensors, model)
-    with pytest.raises(FileNotFoundError):
-        MetaNets.load(tmp_path / "nothing", model)
+    for path in (tmp_path / "nothing", tmp_path):
+        with pytest.raises(FileNotFoundError, match=f"path is {path}; there is no such file"):
+            MetaNets.load(path, model)
+    for path in (tmp_path / "no" / "folder", tmp_path, ""):
+        with pytest.raises(FileNotFoundError, match="allowed is a file in a folder that exists"):
+            MetaNets.for_model(model, lr=0.1).save(path)
+
+
+def test_double_policies_stay_double(model, tmp_path):
+    MetaNets.for_model(model, lr=0.1).double().save(tmp_path / "p")
+    assert MetaNets.load(tmp_path / "p", model).eta_scale.dtype == torch.float64
 
 
 def test_a_failed_save_leaves_the_old_file(saved, model, monkeypatch):

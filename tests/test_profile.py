@@ -9,7 +9,15 @@ from torch.distributions import Normal, kl_divergence
 
 from fedl2p.bn import mix_bn
 from fedl2p.digits import SHIFTS, digits, fit, shift, small_cnn
-from fedl2p.profile import Moments, learnable_layers, moments, pretrained_statistics, profile, symmetric_kl
+from fedl2p.profile import (
+    Moments,
+    input_moments,
+    learnable_layers,
+    moments,
+    pretrained_statistics,
+    profile,
+    symmetric_kl,
+)
 
 means, variances = st.floats(-20, 20), st.floats(1e-3, 50)
 
@@ -173,8 +181,23 @@ def test_not_finite_data_are_named(model, bad):
 
 
 def test_no_data(model):
-    with pytest.raises(ValueError, match="x has 0 samples"):
+    with pytest.raises(ValueError, match="x is empty; allowed is a tensor"):
         profile(model, torch.zeros(0, 1, 8, 8))
+    with pytest.raises(ValueError, match=r"x is a list; allowed is a tensor \[N, ...\]"):
+        profile(model, [torch.zeros(1, 1, 8, 8)])
+    with pytest.raises(ValueError, match="batch_size is 0 and eps -1"):
+        profile(model, torch.zeros(1, 1, 8, 8), batch_size=0, eps=-1)
+
+
+def test_layers_that_get_no_tensor_are_named():
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match="layer '0.parametrizations.weight' is called with NoneType; allowed is a tensor"):
+        profile(model, torch.randn(3, 2))
+
+
+def test_unknown_names(model):
+    with pytest.raises(ValueError, match="names has conv9; allowed are the names of the model's modules"):
+        input_moments(model, ["conv1", "conv9"], torch.zeros(1, 1, 8, 8))
 
 
 def test_models_without_batch_norm_or_parameters():
