@@ -36,7 +36,7 @@ def pretrained(name: str, folder: Path) -> nn.Module:
         from torchvision.models import resnet18
 
         torch.manual_seed(0)
-        model, size, training = resnet18(num_classes=10), 32, {"epochs": 3, "lr": 0.03}
+        model, size, training = resnet18(num_classes=10), 32, {"epochs": 6}
         model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()  # the stem for CIFAR
     x = F.interpolate(x, size=size, mode="bilinear").expand(-1, 1 if name == "small" else 3, -1, -1)
     file = folder / f"{name}.pt"
@@ -45,6 +45,8 @@ def pretrained(name: str, folder: Path) -> nn.Module:
     else:
         torch.save(fit(model, x[:800], y[:800], **training).state_dict(), file)
     model = mix_bn(model, 0.5, verbose=False).train()
+    for layer in bn_layers(model).values():
+        layer.momentum = None
     with torch.no_grad():
         for part in x[:320].split(32):
             model(part)
@@ -97,9 +99,8 @@ def cases(name: str, folder: Path) -> dict:
 
 def peak_memory(name: str, folder: Path, case: str) -> float:
     """Megabytes that one case needs above what its process had before it."""
-    run = cases(name, folder)[case]
-    gradient_once = cases(name, folder)["gradient"]
-    gradient_once()  # buffers that libraries allocate on first use are nobody's cost
+    found = cases(name, folder)
+    found[case]()  # what libraries load and allocate on first use is not the estimator's
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # Linux: start the peak anew
 
@@ -107,7 +108,7 @@ def peak_memory(name: str, folder: Path, case: str) -> float:
         return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024
 
     before = peak()
-    run()
+    found[case]()
     return peak() - before
 
 
@@ -128,16 +129,17 @@ def table(name: str) -> None:
     with tempfile.TemporaryDirectory() as tmp:
         folder = Path(tmp)
         found = cases(name, folder)
-        one = seconds(found["gradient"], 15)
-        memory = {}
+        memory, one = {}, seconds(found["gradient"], 15)
         for case in found:  # first, while this process is small
             done = subprocess.run([sys.executable, __file__, name, tmp, case], capture_output=True, text=True)
             memory[case] = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else math.nan
         print(f"\n{name}, batch 32, {torch.get_num_threads()} thread(s): one gradient takes {one:.3f} s and {memory['gradient']:.0f} MB\n")
         print("| estimator | time in gradients | peak memory, MB | cosine to exact, beta | eta |\n|---|---|---|---|---|")
         for case, run in found.items():
-            base = min(one, seconds(found["gradient"], 3)) if name == "resnet18" else seconds(found["gradient"], 15)
-            ratio = seconds(run, 3 if name == "resnet18" else 7) / base
+            # Gradients before and behind each row: the machine's speed may change in between.
+            repeats = 1 if name == "resnet18" and "steps" in case else 5
+            base, took, again = seconds(found["gradient"], 5), seconds(run, repeats), seconds(found["gradient"], 5)
+            ratio = took / ((base + again) / 2)
             cosines = ["", ""]
             if case.startswith("ift"):
                 exact, here = found[" ".join(case.split()[:2]) + " exact"](), run()
