@@ -83,13 +83,12 @@ def mlp(seed, batch=8, steps=5):
 
 def by_higher(steps, start, val_loss, hyper):
     h = {k: t.clone().requires_grad_() for k, t in hyper.items()}
-    holder = nn.ParameterDict({k: nn.Parameter(t.clone()) for k, t in start.items()})
 
     class Holder(nn.Module):
         def __init__(self):
             super().__init__()
-            for k, p in holder.items():
-                self.register_parameter(k, p)
+            for k, t in start.items():
+                self.register_parameter(k, nn.Parameter(t.clone()))
 
         def forward(self, loss):
             return loss({k: getattr(self, k) for k in start}, h)
