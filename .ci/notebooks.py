@@ -1,6 +1,7 @@
 """Keeps the notebooks as the project wants them.
 
     python .ci/notebooks.py run nbs/00_bn.ipynb ...   run top to bottom and store the outputs
+    python .ci/notebooks.py run-fast nbs/...          the same, but cells marked `#| slow` keep the outputs that they have
     python .ci/notebooks.py sync                      install cells, badges, links; README.md and its pictures
     python .ci/notebooks.py check                     what neither nbdev nor ruff looks at; exits 1 and names each fault
 """
@@ -46,13 +47,13 @@ def badge(path: Path) -> str:
 # --- run -----------------------------------------------------------------------------------------------------
 
 
-def run(path: Path) -> None:
+def run(path: Path, slow: bool) -> None:
     """Run one notebook and store its outputs; cells for a GPU keep what they have where there is none."""
     import torch
     from execnb.shell import CaptureShell
 
     os.chdir(path.parent)
-    skip = [] if torch.cuda.is_available() else ["cuda"]
+    skip = ([] if torch.cuda.is_available() else ["cuda"]) + ([] if slow else ["slow"])
     nb, start = read_nb(path), time.time()
     kept = [c for c in nb.cells if not any(re.search(rf"^#\|\s*{flag}", c.source, re.M) for flag in skip)]
     shell = CaptureShell(path=path.parent)
@@ -135,11 +136,11 @@ def faults() -> list[str]:
 
 
 def main(command: str = "", *names: str) -> None:
-    if command == "run" and names:
+    if command in ("run", "run-fast") and names:
         if len(names) == 1:
-            return run(Path(names[0]).resolve())
+            return run(Path(names[0]).resolve(), slow=command == "run")
         for name in names:  # each in a new process: no state flows from one notebook into the next
-            if os.spawnl(os.P_WAIT, sys.executable, sys.executable, __file__, "run", name):
+            if os.spawnl(os.P_WAIT, sys.executable, sys.executable, __file__, command, name):
                 sys.exit(1)
     elif command == "sync" and not names:
         for path in notebooks():
