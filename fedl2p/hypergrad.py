@@ -90,12 +90,12 @@ def descend(
     hyper: Hyper, # with "eta"
     every: int = 0, # keep the weights before each step whose number this divides; 0 keeps the start only
 ) -> Path:
-    "Fine-tune by gradient descent with a learning rate for each tensor."
+    "Fine-tune by gradient descent with a learning rate for each tensor; losses must give the same value when asked again (no dropout)."
     if "eta" not in hyper or hyper["eta"].shape != (len(weights),):
         raise ValueError(f"hyper['eta'] has shape {list(hyper['eta'].shape) if 'eta' in hyper else None}; allowed is [{len(weights)}], one rate for each of the weights")
     if not steps:
         raise ValueError("steps is empty; allowed is at least one loss")
-    kept, g = {}, {}
+    kept, g, weights = {}, {}, {k: w.detach() for k, w in weights.items()}
     for t, loss in enumerate(steps):
         if t == 0 or (every and t % every == 0):
             kept[t] = weights
@@ -135,7 +135,7 @@ def _differences(loss: Loss, weights: Weights, hyper: Hyper, name: str, central:
     here = None if central else gradient(loss, weights, hyper, name)
 
     def product(v: Weights) -> tuple[Weights, Hyper]:
-        h = reach / max(math.sqrt(dot(v, v)), 1e-300)
+        h = reach / (math.sqrt(dot(v, v)) or 1.0)
         moved = add(weights, v, h)
         up, up_hyper = gradient(loss, moved, hyper, name)
         if central:
@@ -221,7 +221,7 @@ class _NativeConv(TorchFunctionMode):
 
 # %% ../nbs/03_hypergrad.ipynb #3812d038
 def _sum(hyper: Hyper, eta: Tensor, parts: Sequence[tuple[float, Hyper]], reason: str) -> Hyper:
-    "Adds up the parts of a hypergradient; one of nothing but zeros is an error, since it would never be noticed."
+    "Adds up the parts of a hypergradient; that no loss depends on a hyperparameter is an error, since a 0 would never be noticed."
     total = {"eta": eta}
     for name in hyper:
         found = [sign * part[name] for sign, part in parts if name in part]
@@ -264,9 +264,9 @@ def _neumann(product: Callable, v: Weights, psi: float, terms: int, scaled: bool
     v, p, warned = {k: t.clone() for k, t in v.items()}, {k: t.clone() for k, t in v.items()}, False
     for _ in range(terms):
         curved = product(v)[0]
-        rayleigh = dot(v, curved).item() / max(dot(v, v).item(), 1e-300)
+        rayleigh = dot(v, curved).item() / (dot(v, v).item() or 1.0)
         if psi * rayleigh > 2 and not warned:
-            warnings.warn(f"the Neumann series diverges: psi is {psi}, and the Hessian has an eigenvalue of at least {rayleigh:.3g}; allowed is psi < {2 / rayleigh:.2g}", RuntimeWarning, stacklevel=3)
+            warnings.warn(f"the Neumann series diverges: psi is {psi}, and the Hessian has an eigenvalue of at least {rayleigh:.3g}; psi has to be below {2 / rayleigh:.2g}, perhaps far below", RuntimeWarning, stacklevel=3)
             warned = True
         add_(v, curved, -psi)
         add_(p, v)
@@ -283,7 +283,7 @@ def _conjugate_gradients(product: Callable, v: Weights, terms: int, tolerance: f
         curved = product(direction)[0]
         bend = dot(direction, curved).item()
         if bend <= 0:
-            warnings.warn("conjugate gradients stop early: the Hessian is not positive definite here", RuntimeWarning, stacklevel=3)
+            warnings.warn("conjugate gradients stop early, and the implicit part is incomplete: the Hessian is not positive definite here", RuntimeWarning, stacklevel=3)
             break
         p, residual = add(p, direction, size / bend), add(residual, curved, -size / bend)
         size, before = dot(residual, residual).item(), size
@@ -300,7 +300,7 @@ def ift(
     val_loss: Loss, # L_V
     hyper: Hyper,
     psi: float = 0.1, # step of the Neumann series
-    terms: int = 3, # Q, terms of the series, or steps of conjugate gradients
+    terms: int = 3, # Q, terms of the series, or steps of conjugate gradients (which ignore psi and scaled)
     scaled: bool = False, # multiply the series by psi, as H^-1 asks for; the paper does not
     solver: str = "neumann", # or "cg", conjugate gradients
     hvp: str = "exact", # how to multiply with second derivatives, see `curvature`

@@ -258,7 +258,7 @@ def test_implicit_by_differences(hvp, tol):
 def test_a_diverging_series_is_reported_once_and_a_converging_one_is_not():
     train_loss, val_loss, start, hyper, _, _ = bowl(0, curve=(0.5, 8.0))
     path = descend([train_loss] * 3, start, {**hyper, "eta": hyper["eta"] / 10})
-    with pytest.warns(RuntimeWarning, match=r"diverges: psi is 0.5, and the Hessian has an eigenvalue of at least \d.*; allowed is psi < 0\.\d+") as caught:
+    with pytest.warns(RuntimeWarning, match=r"diverges: psi is 0.5, and the Hessian has an eigenvalue of at least \d.*; psi has to be below 0\.\d+, perhaps far below") as caught:
         ift(path, train_loss, val_loss, hyper, psi=0.5, terms=30)
     assert len(caught) == 1
     with warnings.catch_warnings():
@@ -343,6 +343,23 @@ def test_no_validation_gradient_means_no_hypergradient():
     flat = lambda w, h: 0.0 * sum(t.sum() for t in w.values()) + 0.0 * h["c"].sum()  # noqa: E731
     for hvp in ("exact", "central", "forward"):
         assert all((t == 0).all() for t in ift(path, train_loss, flat, hyper, hvp=hvp).values())
+
+
+def test_nothing_to_multiply_in_single_precision():
+    w = {"a": torch.ones(3)}
+    for hvp in ("exact", "central", "forward"):
+        by_weights, _ = curvature(lambda w, h: w["a"].pow(3).sum(), w, {}, hvp).product({"a": torch.zeros(3)})
+        assert (by_weights["a"] == 0).all()
+
+
+def test_parameters_of_a_model_may_be_given_as_they_are():
+    net = nn.Linear(2, 2)
+    x = torch.randn(5, 2)
+    loss = lambda w, h: functional_call(net, w, x).pow(2).mean()  # noqa: E731
+    path = descend([loss] * 2, dict(net.named_parameters()), {"eta": torch.full((2,), 0.1)})
+    assert not path.end["weight"].requires_grad
+    for hvp in ("exact", "central"):
+        unrolled(path, loss, loss, {"eta": torch.full((2,), 0.1)}, hvp=hvp)
 
 
 def test_small_algebra():
