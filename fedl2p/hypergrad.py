@@ -60,6 +60,12 @@ def _value(loss: Loss, weights: Weights, hyper: Hyper, name: str) -> Tensor:
     return value
 
 
+def _sort(found: Sequence[Tensor | None], weights: Weights, names: Sequence[str]) -> tuple[Weights, Hyper]:
+    "Derivatives by the weights, 0 where there are none, and by those of the named hyperparameters that have one."
+    by_weights = {k: torch.zeros_like(t) if d is None else d for (k, t), d in zip(weights.items(), found, strict=False)}
+    return by_weights, {k: d for k, d in zip(names, found[len(weights):], strict=True) if d is not None}
+
+
 def gradient(
     loss: Loss,
     weights: Weights,
@@ -68,11 +74,9 @@ def gradient(
 ) -> tuple[Weights, Hyper]: # by the weights, and by those hyperparameters that the loss depends on, eta excepted
     "First derivatives of a loss."
     w, h = _leaves(weights), _leaves(hyper)
-    inputs = [*w.values(), *(h[k] for k in h if k != "eta")]
-    found = torch.autograd.grad(_value(loss, w, h, name), inputs, allow_unused=True, materialize_grads=False)
-    by_weights = {k: torch.zeros_like(t) if g is None else g for (k, t), g in zip(w.items(), found, strict=False)}
-    by_hyper = {k: g for k, g in zip([k for k in h if k != "eta"], found[len(w):], strict=True) if g is not None}
-    return by_weights, by_hyper
+    others = [k for k in h if k != "eta"]
+    found = torch.autograd.grad(_value(loss, w, h, name), [*w.values(), *(h[k] for k in others)], allow_unused=True)
+    return _sort(found, w, others)
 
 # %% ../nbs/03_hypergrad.ipynb #f9300fda
 class Path(NamedTuple):
@@ -122,8 +126,7 @@ def _exact(loss: Loss, weights: Weights, hyper: Hyper, name: str) -> Curvature:
     def product(v: Weights) -> tuple[Weights, Hyper]:
         inputs = [*w.values(), *(h[k] for k in others)]
         found = torch.autograd.grad(list(curved.values()), inputs, [v[k] for k in curved], retain_graph=True, allow_unused=True) if curved else [None] * len(inputs)
-        by_weights = {k: torch.zeros_like(t) if d is None else d for (k, t), d in zip(w.items(), found, strict=False)}
-        return by_weights, {k: d for k, d in zip(others, found[len(w):], strict=True) if d is not None}
+        return _sort(found, w, others)
 
     return Curvature(lambda: {k: t.detach() for k, t in g.items()}, product)
 
