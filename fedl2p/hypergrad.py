@@ -79,6 +79,15 @@ def gradient(
     return _sort(found, w, others)
 
 # %% ../nbs/03_hypergrad.ipynb #f9300fda
+def _slopes(loss: Loss, weights: Weights, hyper: Hyper, wanted: Sequence[str], name: str) -> Weights:
+    "The gradient of the wanted tensors alone: what is frozen costs no backward pass."
+    leaves = {k: weights[k].detach().requires_grad_() for k in wanted}
+    with torch.set_grad_enabled(bool(leaves)):
+        value = _value(loss, {**weights, **leaves}, hyper, name)
+    found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True) if leaves and value.requires_grad else [None] * len(leaves)
+    return _sort(found, leaves, [])[0]
+
+
 class Path(NamedTuple):
     "What fine-tuning leaves behind."
 
@@ -93,18 +102,21 @@ def descend(
     weights: Weights, # to start from
     hyper: Hyper, # with "eta"
     every: int = 0, # keep the weights before each step whose number this divides; 0 keeps the start only
+    full: bool = True, # ask for the last gradient of every tensor, as the estimators below need; else of those that move
 ) -> Path:
     "Fine-tune by gradient descent with a learning rate for each tensor; losses must give the same value when asked again (no dropout)."
     if "eta" not in hyper or hyper["eta"].shape != (len(weights),):
         raise ValueError(f"hyper['eta'] has shape {list(hyper['eta'].shape) if 'eta' in hyper else None}; allowed is [{len(weights)}], one rate for each of the weights")
     if not steps:
         raise ValueError("steps is empty; allowed is at least one loss")
-    kept, g, weights = {}, {}, {k: w.detach() for k, w in weights.items()}
+    hyper, weights = ({k: t.detach() for k, t in given.items()} for given in (hyper, weights))
+    rates, kept, g = dict(zip(weights, hyper["eta"].unbind(), strict=True)), {}, {}
+    moving = [k for k, rate in rates.items() if rate != 0]
     for t, loss in enumerate(steps):
         if t == 0 or (every and t % every == 0):
             kept[t] = weights
-        g, _ = gradient(loss, weights, {k: v.detach() for k, v in hyper.items()}, f"loss of step {t}")
-        weights = add(weights, times(hyper["eta"].detach(), g), -1.0)
+        g = _slopes(loss, weights, hyper, list(weights) if full and t == len(steps) - 1 else moving, f"loss of step {t}")
+        weights = {**weights, **{k: weights[k] - rates[k] * g[k] for k in moving}}
     return Path(steps, kept, weights, g)
 
 # %% ../nbs/03_hypergrad.ipynb #8b82f64b
