@@ -28,5 +28,6 @@ setup(
         "dev": settings["dev_requirements"].split(),
         "flower": settings["flower_requirements"].split(),
     },
+    entry_points={"console_scripts": settings["console_scripts"].split()},
     zip_safe=False,
 )

@@ -266,7 +266,7 @@ def load_tensors(
         raise FileNotFoundError(f"path is {path}; there is no such file")
     try:
         with safe_open(path, framework="pt") as file:
-            header, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}
+            header, tensors = file.metadata() or {}, {name: file.get_tensor(name).clone() for name in file.keys()}  # not a view of the file
     except SafetensorError as error:
         raise ValueError(f"{path} is not a whole safetensors file ({error})") from error
     if header.get("format") != format:
