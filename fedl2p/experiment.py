@@ -159,7 +159,7 @@ def plot_accuracy(rows: Rows):
     "Accuracy of each method and pool: bars for means, dots for seeds."
     import matplotlib.pyplot as plt
 
-    fig, ax = plt.subplots(figsize=(8, 0.5 + 0.4 * len(rows)), layout="constrained")
+    fig, ax = plt.subplots(figsize=(9, 0.5 + 0.4 * len(rows)), layout="constrained")
     for i, (pool, colour) in enumerate({"seen": "C0", "unseen": "C1"}.items()):
         for j, row in enumerate(rows.values()):
             if values := row.get(pool):
@@ -168,37 +168,40 @@ def plot_accuracy(rows: Rows):
                 ax.plot(values, [y] * len(values), ".", color=colour)
     ax.set(yticks=range(len(rows)), yticklabels=list(rows), xlabel="test accuracy (bars: mean over seeds; dots: seeds)", xlim=(0, 1))
     ax.invert_yaxis()
-    ax.legend(loc="lower left")
+    ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     return fig
 
 
-def plot_learning(histories: dict[str, list[dict]]):
+def plot_learning(histories: dict[tuple[str, str], list[dict]]): # (method, seed) -> rounds
     "Validation loss of the clients of each round."
     import matplotlib.pyplot as plt
 
-    fig, ax = plt.subplots(figsize=(7, 3), layout="constrained")
-    for name, history in histories.items():
-        ax.plot([r["round"] for r in history], [r["val_loss"] for r in history], ".-", label=name)
-    ax.set(xlabel="round", ylabel="validation loss of the round's clients", ylim=(0, None))
-    ax.legend()
+    fig, ax = plt.subplots(figsize=(9, 3.5), layout="constrained")
+    methods = list(dict.fromkeys(method for method, _ in histories))
+    for (method, _), history in histories.items():
+        ax.plot([r["round"] for r in history], [r["val_loss"] for r in history], ".-", color=f"C{methods.index(method)}", alpha=0.6)
+    for method in methods:
+        ax.plot([], [], ".-", color=f"C{methods.index(method)}", label=method)
+    ax.set(xlabel="round", ylabel="validation loss of the round's clients", title="one line a seed; each round asks other clients", ylim=(0, None))
+    ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     return fig
 
 
 def plot_strategies(found: Sequence[dict], names: tuple[Sequence[str], Sequence[str]]):
-    "Beta of each batch norm and eta of each tensor, a dot for each client, coloured by domain."
+    "Beta of each batch norm and eta of each tensor, a row for each method and a dot for each client, coloured by domain."
     import matplotlib.pyplot as plt
 
-    fig, axes = plt.subplots(1, 2, figsize=(11, 3.6), layout="constrained", width_ratios=[1, 2])
-    domains = list(dict.fromkeys(r["domain"] for r in found))
-    for ax, key, labels in zip(axes, ("beta", "eta"), names, strict=True):
-        for d, domain in enumerate(domains):
-            for r in (r for r in found if r["domain"] == domain):
-                shifted = [i + 0.7 * ((d + 0.5) / len(domains) - 0.5) for i in range(len(r[key]))]
-                ax.plot(shifted, r[key], ".", color=f"C{d}", alpha=0.5)
-            ax.plot([], [], ".", color=f"C{d}", label=domain)
-        ax.set(ylabel=key, xticks=range(len(labels)), ylim=(-0.05, 1.05) if key == "beta" else None)
-        ax.set_xticklabels(labels, rotation=60, ha="right")
-    axes[1].legend(fontsize="small", ncol=2)
+    methods, domains = (list(dict.fromkeys(r[key] for r in found)) for key in ("method", "domain"))
+    fig, axes = plt.subplots(len(methods), 2, figsize=(11, 0.8 + 2.2 * len(methods)), layout="constrained", width_ratios=[1, 2], squeeze=False, sharex="col", sharey="col")
+    for row, method in zip(axes, methods, strict=True):
+        for ax, key, labels in zip(row, ("beta", "eta"), names, strict=True):
+            for d, domain in enumerate(domains):
+                some = [r[key] for r in found if (r["method"], r["domain"]) == (method, domain)]
+                x = [i + 0.7 * ((d + 0.5) / len(domains) - 0.5) for i in range(len(labels))]
+                ax.plot(x * len(some), [value for values in some for value in values], ".", color=f"C{d}", alpha=0.5, label=domain)
+            ax.set(ylabel=key, title=method, xticks=range(len(labels)), ylim=(-0.05, 1.05) if key == "beta" else None)
+            ax.set_xticklabels(labels, rotation=60, ha="right")
+    axes[0, 1].legend(fontsize="small", ncol=2)
     return fig
 
 # %% ../nbs/11_experiment.ipynb #665445f0
@@ -206,13 +209,13 @@ def plot_strategies(found: Sequence[dict], names: tuple[Sequence[str], Sequence[
 class Demo:
     "The embedded experiment: real digits, five kinds of clients, all methods."
 
-    config: Config = field(default_factory=lambda: Config(lr=0.1, epochs=5, rounds=15, fraction=0.2)) # settings of FedL2P
+    config: Config = field(default_factory=lambda: Config(lr=0.01, epochs=5, rounds=15, fraction=0.2)) # settings of FedL2P
     seeds: tuple[int, ...] = (0, 1, 2) # one repetition for each, with its own data, model and draws
     alpha: float = 0.5 # label shift: small means unequal labels
     clients: int = 20 # that learn together, a multiple of five
     unseen: int = 10 # that come later, a multiple of five
     pretraining_rounds: int = 60 # of federated averaging on clean digits
-    more_estimators: tuple[Literal["ift", "fomaml", "unrolled"], ...] = ("fomaml",) # of the hypergradient, for further rows of FedL2P
+    more_estimators: tuple[Literal["ift", "fomaml", "unrolled"], ...] = ("unrolled",) # of the hypergradient, for further rows of FedL2P
     out: Path = Path("fedl2p-demo") # folder for results; the same folder goes on where it stopped
     workers: int | None = None # processes of one thread each; None is one for each core, or one on a GPU
     device: str = "cpu" # cpu, cuda, mps, or auto for the best there is; these networks are so small that cpu is fastest
@@ -290,9 +293,8 @@ def write_results(out: Path, found: dict[int, list[dict]], rows: Rows) -> None:
     lines = [json.dumps({"seed": seed, **r}, allow_nan=False) for seed, some in found.items() for r in some]
     write_file(out / "clients.jsonl", ("\n".join(lines) + "\n").encode())
     write_file(out / "table.md", markdown(rows).encode())
-    histories = {f"{path.parent.name}, {path.parent.parent.name}": [json.loads(line) for line in path.read_text().splitlines()] for path in sorted(out.glob("seed-*/fedl2p-*/rounds.jsonl"))}
+    histories = {(path.parent.name, path.parent.parent.name): [json.loads(line) for line in path.read_text().splitlines()] for path in sorted(out.glob("seed-*/fedl2p-*/rounds.jsonl"))}
     last = [r for r in list(found.values())[-1] if r["method"].startswith("FedL2P")]
-    last = [r for r in last if r["method"] == last[0]["method"]]
     names = [name for name, m in small_cnn().named_modules() if isinstance(m, nn.BatchNorm2d)], [name for name, _ in small_cnn().named_parameters()]
     with matplotlib.rc_context({"backend": "agg"}):
         import matplotlib.pyplot as plt

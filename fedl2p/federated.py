@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from copy import deepcopy
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,14 +106,15 @@ def _pack(thing: Any) -> bytes:
     return stream.getvalue()
 
 
-@lru_cache(maxsize=1)
-def _unpack_function(packed: bytes) -> Callable:
-    return pickle.loads(packed)
+_latest: dict[bytes, Callable] = {}  # in a worker: the function that it got last
 
 
 def _serve(function: bytes, arguments: bytes) -> bytes:
     "What a worker process does."
-    return _pack(_attempt(_unpack_function(function), pickle.loads(arguments)))
+    if function not in _latest:
+        _latest.clear()
+        _latest[function] = pickle.loads(function)
+    return _pack(_attempt(_latest[function], pickle.loads(arguments)))
 
 
 def cores() -> int:

@@ -1,0 +1,118 @@
+"""Clients and partitions: every sample once, whatever alpha; clients are checked before work."""
+
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedl2p.data import Client, Data, check, digits_clients, digits_federation, generator, label_counts, label_tastes, lda_partition, make_client, split
+from fedl2p.digits import SHIFTS, small_cnn
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=200), st.integers(1, 60), st.sampled_from([1e-6, 1e-3, 0.1, 1.0, 1e3, 1e8]), st.integers(0, 5))
+@settings(max_examples=80, deadline=None)
+def test_every_sample_once_and_equal_sizes(labels, n_clients, alpha, seed):
+    n_clients = min(n_clients, len(labels))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a division by zero would be one
+        parts = lda_partition(torch.tensor(labels), n_clients, alpha, seed)
+    assert torch.cat(parts).sort().values.tolist() == list(range(len(labels)))
+    sizes = [len(p) for p in parts]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_small_alpha_gives_few_classes_and_large_alpha_all():
+    labels = torch.arange(10).repeat(500)
+    classes = {alpha: np.mean([len(labels[p].unique()) for p in lda_partition(labels, 50, alpha)]) for alpha in (1e-3, 1e3)}
+    assert classes[1e-3] < 1.5 and classes[1e3] > 9.5  # the last clients take what is left
+
+
+def test_the_same_seed_gives_the_same_tastes_for_another_set():
+    first, second = torch.arange(10).repeat(300), torch.arange(10).repeat(60)
+    counts = [torch.stack([torch.bincount(y[p], minlength=10).double() / len(p) for p in lda_partition(y, 20, 0.5, seed=3)]) for y in (first, second)]
+    same = torch.corrcoef(torch.stack([c.flatten() for c in counts]))[0, 1]
+    other = torch.corrcoef(torch.stack([counts[0].flatten(), counts[1].roll(1, 0).flatten()]))[0, 1]
+    assert same > 0.7 > other
+
+
+@pytest.mark.parametrize("n_clients, alpha, classes", [(0, 1.0, 10), (5, 0.0, 10), (5, -1.0, 10), (5, float("nan"), 10), (5, float("inf"), 10), (5, 1.0, 0)])
+def test_wrong_tastes(n_clients, alpha, classes):
+    with pytest.raises(ValueError, match="allowed are numbers above 0"):
+        label_tastes(n_clients, classes, alpha)
+
+
+def test_more_clients_than_samples():
+    with pytest.raises(ValueError, match="n_clients is 4; allowed are 1 to 3"):
+        lda_partition(torch.tensor([0, 1, 2]), 4, 1.0)
+
+
+@given(st.integers(0, 100), st.floats(0.05, 0.5))
+@settings(max_examples=50, deadline=None)
+def test_split_keeps_every_sample(n, share):
+    data = Data(torch.arange(n).float(), torch.arange(n))
+    a, b = split(data, share, torch.Generator().manual_seed(0))
+    assert sorted([*a.y.tolist(), *b.y.tolist()]) == list(range(n))
+    assert len(b) >= min(1, n // 2)
+
+
+def test_a_client_depends_on_its_name_and_seed_only():
+    x, y = torch.rand(30, 1), torch.arange(30)
+    a, b, c = make_client("a", Data(x, y)), make_client("a", Data(x, y)), make_client("b", Data(x, y))
+    assert torch.equal(a.train.y, b.train.y) and not torch.equal(a.train.y, c.train.y)
+
+
+@pytest.mark.parametrize("x, y", [([1.0], torch.tensor([0])), (torch.rand(3), torch.rand(3)), (torch.rand(3), torch.tensor([0, 1])), (torch.rand(3, 1), torch.zeros(3, 1, dtype=torch.int64))])
+def test_wrong_data(x, y):
+    with pytest.raises(ValueError, match="allowed are"):
+        Data(x, y)
+
+
+@pytest.fixture
+def client():
+    return digits_clients(5, seed=1, shifts=["clean"])[0]
+
+
+def test_check_names_client_and_part(client):
+    model = small_cnn()
+    before = [m.training for m in model.modules()]
+    check(client, model)
+    assert [m.training for m in model.modules()] == before
+    for part, words in [("train", "train is empty"), ("val", "val is empty")]:
+        with pytest.raises(ValueError, match=f"client 'clean-0': {words}"):
+            check(replace(client, **{part: client.train[:0]}), model)
+    check(replace(client, val=client.val[:0]), model, ["train"])
+    spoiled = client.test.x.clone()
+    spoiled[0, 0, 0, 0] = float("nan")
+    with pytest.raises(ValueError, match="test.x has 1 values that are not finite"):
+        check(replace(client, test=Data(spoiled, client.test.y)), model)
+    for label in (-1, 10):
+        with pytest.raises(ValueError, match="allowed are labels from 0 to 9"):
+            check(replace(client, val=Data(client.val.x, torch.full_like(client.val.y, label))), model)
+
+
+def test_generators_are_independent_and_repeatable():
+    draws = [torch.rand(4, generator=generator(*key)).tolist() for key in [(0, "a"), (0, "a"), (0, "b"), (1, "a"), ("0", "a", 0), (0, "a0")]]
+    assert draws[0] == draws[1]
+    assert len({tuple(d) for d in draws}) == 5
+
+
+def test_digits_federation():
+    federation = digits_federation(10, 5, alpha=0.1, seed=2, size=30)
+    assert [c.domain for c in federation.unseen] == list(SHIFTS)
+    assert len({c.id for c in federation.seen + federation.unseen}) == 15
+    assert label_counts(federation.seen).sum(1).tolist() == [30] * 10
+    for bad in [{"n_seen": 7}, {"n_unseen": 3}, {"n_seen": 0}, {"size": 1000}]:
+        with pytest.raises(ValueError, match="allowed are"):
+            digits_federation(**bad)
+    with pytest.raises(ValueError, match="at least 5"):
+        digits_clients(3)
+
+
+def test_clients_move_between_devices_and_keep_their_names():
+    client = Client("x", *[Data(torch.zeros(2, 1), torch.tensor([0, 1]))] * 3, "home")
+    moved = client.to("meta")
+    assert moved.train.x.device.type == "meta" and (moved.id, moved.domain) == ("x", "home")

@@ -1,0 +1,220 @@
+"""Algorithm 1: its steps, its bookkeeping, its invariances, and clients with bad data."""
+
+import json
+import random
+from dataclasses import asdict, fields, replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedl2p.bn import mix_bn
+from fedl2p.data import Client, Data, digits_federation
+from fedl2p.digits import small_cnn
+from fedl2p.federated import quiet
+from fedl2p.finetune import baselines
+from fedl2p.learner import ESTIMATORS, Config, FedL2P, fingerprint, l2p_client, l2p_passes, learn_client, meta_steps, policy, score_all, score_strategies
+from fedl2p.metanet import MetaNets
+from fedl2p.profile import profile
+
+QUICK = Config(lr=0.05, epochs=1, rounds=3, fraction=0.5, meta_steps=1)
+
+
+@pytest.fixture(scope="module")
+def federation():
+    return digits_federation(5, 5, size=30)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return mix_bn(small_cnn(width=4), verbose=False)
+
+
+def same(a: FedL2P, b: FedL2P) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.metanets.state_dict().values(), b.metanets.state_dict().values(), strict=True))
+
+
+def test_defaults_are_the_papers():
+    c = Config()
+    assert (c.lr, c.epochs, c.batch_size, c.rounds, c.fraction, c.meta_steps) == (1e-3, 15, 32, 500, 0.1, 3)
+    assert (c.meta_lr_bn, c.meta_lr_lr, c.meta_lr_scale, c.clip, c.neumann_terms, c.psi, c.patience) == (1e-3, 1e-3, 1e-4, 1.0, 3, 0.1, 50)
+    assert (c.estimator, c.scaled, c.statistics, c.learn, c.hidden) == ("ift", False, "running", "both", 100)
+    with pytest.raises(AttributeError):
+        c.lr = 1.0
+
+
+@pytest.mark.parametrize("wrong", [{"estimator": "adam"}, {"hvp": "none"}, {"learn": "all"}, {"statistics": "mean"}, {"epochs": 0}, {"rounds": 0}, {"meta_steps": 0}, {"fraction": 0.0}, {"fraction": float("nan")}, {"beta": 2.0}, {"lr": float("nan")}, {"clip": 0.0}])
+def test_wrong_settings(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Config(**wrong)
+
+
+def test_the_same_whatever_the_order_the_workers_and_the_global_state(model, federation):
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    first = FedL2P(model, QUICK).fit(federation.seen, workers=1, track=quiet)
+    assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1] and np.random.get_state()[1].tolist() == states[2]
+    torch.manual_seed(99)
+    second = FedL2P(model, QUICK).fit(federation.seen[::-1], workers=2, track=quiet)
+    assert same(first, second) and first.history == second.history
+    assert not same(first, FedL2P(model, replace(QUICK, seed=1)).fit(federation.seen, workers=1, track=quiet))
+    scores = [[r.score for r in first.score(federation.unseen, workers=w)] for w in (1, 2)]
+    assert scores[0] == scores[1]
+
+
+def test_the_model_is_not_changed(federation):
+    plain = small_cnn(width=4).train()
+    before = {k: v.clone() for k, v in plain.state_dict().items()}
+    learner = FedL2P(plain, QUICK)
+    frozen = fingerprint(learner.model)
+    learner.fit(federation.seen, workers=1, track=quiet).personalize(federation.unseen[0])
+    assert all(torch.equal(v, before[k]) for k, v in plain.state_dict().items())
+    assert fingerprint(learner.model) == frozen
+
+
+def test_best_lambda_is_the_one_that_was_sent(model, federation):
+    learner = FedL2P(model, replace(QUICK, rounds=4)).fit(federation.seen, workers=1, track=quiet)
+    losses = [r["val_loss"] for r in learner.history]
+    best = losses.index(min(losses))
+    if best == 0:
+        assert same(learner, FedL2P(model, QUICK))
+    else:  # what came out of the round before is what was sent
+        from fedl2p.federated import fedavg
+
+        start = dict(FedL2P(model, QUICK).metanets.state_dict())
+        rounds = list(fedavg(start, federation.seen, partial(learn_client, learner.model, learner.config), best, 0.5, workers=1))
+        assert all(torch.equal(v, rounds[-1].state[k]) for k, v in learner.metanets.state_dict().items())
+
+
+def test_patience(model, federation):
+    still = replace(QUICK, rounds=30, patience=2, meta_lr_bn=0.0, meta_lr_lr=0.0, meta_lr_scale=0.0, fraction=1.0, estimator="fomaml")
+    losses = [r["val_loss"] for r in FedL2P(model, still).fit(federation.seen, workers=1, track=quiet).history]
+    assert len(losses) < 30 and min(losses) == losses[-3] and min(losses) < min(losses[-2:])
+
+
+def test_ablations_move_only_their_meta_net(model, federation):
+    client = federation.seen[0]
+    start = MetaNets.for_model(model, 0.05).state_dict()
+    for learn, moving in {"bn": ("bn_net",), "lr": ("lr_net", "eta_scale"), "both": ("bn_net", "lr_net", "eta_scale")}.items():
+        moved = learn_client(model, replace(QUICK, learn=learn), start, client, 1).state
+        assert {name.split(".")[0] for name in start if not torch.equal(moved[name], start[name])} == set(moving)
+    known = profile(model, client.train.x)
+    metanets = MetaNets.for_model(model, 0.05)
+    assert policy(metanets, known, replace(QUICK, learn="lr", beta=1.0)).beta.tolist() == [1, 1, 1]
+    assert set(policy(metanets, known, replace(QUICK, learn="bn")).eta.tolist()) == {torch.tensor(0.05).item()}
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_every_estimator_by_name(model, federation, estimator):
+    moved = learn_client(model, replace(QUICK, estimator=estimator, epochs=3), MetaNets.for_model(model, 0.05).state_dict(), federation.seen[0], 1)
+    assert moved.weight == len(federation.seen[0].val) and moved.report["val_loss"] > 0
+
+
+def test_unrolled_learns_what_the_validation_loss_asks_for(model, federation):
+    """Follow the exact gradient with one client: the validation loss that it minimises falls."""
+    client = federation.seen[0]
+    config = replace(QUICK, estimator="unrolled", epochs=4, meta_steps=15, meta_lr_bn=1e-2, meta_lr_lr=1e-2)
+    losses = list(meta_steps(model, config, MetaNets.for_model(model, 0.05), client, 15, ("x",)))
+    assert sum(losses[-3:]) < sum(losses[:3])
+
+
+def test_k_counts_passes_over_the_validation_samples(model, federation):
+    client = federation.seen[0]
+    wide = replace(client, val=client.train + client.val)
+    n = len(list(meta_steps(model, replace(QUICK, batch_size=16), MetaNets.for_model(model, 0.05), wide, 2, ("x",))))
+    assert n == 2 * -(-len(wide.val) // 16)
+
+
+def test_budget_of_l2p():
+    assert l2p_passes(Config(), 1000) == 150  # 500 rounds, 100 of 1000 clients, 3 steps
+    assert l2p_passes(replace(Config(), rounds=15, fraction=0.2), 20) == 9
+
+
+def test_l2p_uses_only_its_own_client(model, federation):
+    result = l2p_client(model, QUICK, 2, federation.seen[0])
+    assert result.id == federation.seen[0].id and 0 <= result.score.accuracy <= 1
+
+
+def bad_clients(client: Client) -> dict[str, Client]:
+    nan = client.train.x.clone()
+    nan[0] = float("nan")
+    return {"empty": replace(client, id="empty", train=client.train[:0], val=client.val[:0], test=client.test[:0]), "labels": replace(client, id="labels", train=Data(client.train.x, client.train.y + 20)),
+            "nan": replace(client, id="nan", train=Data(nan, client.train.y)), "no validation": replace(client, id="no validation", val=client.val[:0])}
+
+
+def test_bad_clients_are_left_out_and_good_ones_learn(model, federation):
+    bad = bad_clients(federation.seen[0])
+    config = replace(QUICK, fraction=1.0, rounds=1)
+    with pytest.warns(RuntimeWarning, match="is left out"):
+        learner = FedL2P(model, config).fit([*federation.seen, *bad.values()], workers=1, track=quiet)
+    assert set(learner.history[0]["failed"]) == set(bad)
+    assert same(learner, FedL2P(model, config).fit(federation.seen, workers=1, track=quiet))
+    with pytest.warns(RuntimeWarning, match="client 'nan' is left out"):
+        good = learner.score([*federation.unseen, bad["nan"]], workers=1)
+    assert len(good) == len(federation.unseen)
+    for name in ("empty", "labels", "nan"):
+        with pytest.raises(ValueError, match="client"):
+            learner.personalize(bad[name])
+    learner.personalize(bad["no validation"])  # needs none
+
+
+@pytest.mark.filterwarnings("ignore:round 1")
+def test_only_bad_clients_is_an_error(model, federation):
+    with pytest.raises(RuntimeError, match="all of its 4 clients failed"):
+        FedL2P(model, replace(QUICK, fraction=1.0)).fit(list(bad_clients(federation.seen[0]).values()), workers=1, track=quiet)
+
+
+def test_one_sample_and_one_class_take_part(model, federation):
+    client = federation.seen[0]
+    single = Client("single", client.train[:1], client.val[:1], client.test[:1])
+    one_class = replace(client, id="one class", train=Data(client.train.x, torch.zeros_like(client.train.y)))
+    learner = FedL2P(model, replace(QUICK, fraction=1.0, rounds=1)).fit([single, one_class], workers=1, track=quiet)
+    assert learner.history[0]["clients"] == ["one class", "single"] and not learner.history[0]["failed"]
+
+
+def test_a_policy_comes_back_from_its_file(model, federation, tmp_path):
+    config = replace(QUICK, last=3, learn="lr", beta=1.0)
+    learner = FedL2P(model, config).fit(federation.seen, workers=1, track=quiet)
+    learner.save(tmp_path / "policy.safetensors")
+    again = FedL2P.load(small_cnn(width=4), tmp_path / "policy.safetensors")
+    assert same(learner, again) and again.config == config
+    with pytest.raises(ValueError, match="another model"):
+        FedL2P.load(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), tmp_path / "policy.safetensors")
+
+
+def test_checkpoint_of_another_model_or_damaged(model, federation, tmp_path):
+    FedL2P(model, QUICK).fit(federation.seen, tmp_path, workers=1, track=quiet)
+    with pytest.raises(ValueError, match="model was"):
+        FedL2P(small_cnn(width=4, seed=5), QUICK).fit(federation.seen, tmp_path, workers=1, track=quiet)
+    assert [json.loads(line)["round"] for line in (tmp_path / "rounds.jsonl").read_text().splitlines()] == [1, 2, 3]
+    (tmp_path / "checkpoint.safetensors").write_bytes(b"oops")
+    with pytest.raises(ValueError, match="delete the file"):
+        FedL2P(model, QUICK).fit(federation.seen, tmp_path, workers=1, track=quiet)
+
+
+def test_a_finished_run_is_not_run_again(model, federation, tmp_path):
+    first = FedL2P(model, QUICK).fit(federation.seen, tmp_path, workers=1, track=quiet)
+    second = FedL2P(model, QUICK).fit(federation.seen, tmp_path, workers=1, track=lambda rounds, *_: iter(list(rounds) and pytest.fail("ran again") or ()))
+    assert same(first, second) and first.history == second.history
+
+
+def test_strategy_for_a_client_or_for_data(model, federation):
+    learner, client = FedL2P(model, QUICK), federation.unseen[0]
+    both = client.train + client.val
+    assert torch.equal(learner.strategy(client).eta, learner.strategy(both).eta)
+    assert not learner.strategy(client).eta.requires_grad
+    assert isinstance(learner.personalize(both), nn.Module)
+
+
+def test_a_model_without_batch_norm_learns_rates(federation):
+    linear = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    learner = FedL2P(linear, replace(QUICK, lr=0.1)).fit(federation.seen, workers=1, track=quiet)
+    assert learner.strategy(federation.unseen[0]).beta.shape == (0,)
+    assert len(learner.score(federation.unseen, workers=1)) == 5
+
+
+def test_baselines_are_scored_like_policies(model, federation):
+    results = score_all(partial(score_strategies, model, baselines(model, 0.05), QUICK), federation.unseen, model, workers=1)
+    assert [set(r) for r in results] == [set(baselines(model, 0.05))] * 5
+    assert {f.name for f in fields(Config)} == set(asdict(Config()))
