@@ -25,7 +25,7 @@ from torch import nn
 from . import __version__
 from .bn import mix_bn
 from .data import Client, Federation, digits_federation
-from .digits import small_cnn
+from .digits import SHIFTS, small_cnn
 from .federated import cores, pretrain, quiet
 from .finetune import GRID, baselines
 from .learner import Config, FedL2P, Result, l2p_client, l2p_passes, score_all, score_strategies
@@ -209,12 +209,12 @@ def plot_strategies(found: Sequence[dict], names: tuple[Sequence[str], Sequence[
 class Demo:
     "The embedded experiment: real digits, five kinds of clients, all methods."
 
-    config: Config = field(default_factory=lambda: Config(lr=0.01, epochs=5, rounds=15, fraction=0.2)) # settings of FedL2P
+    config: Config = field(default_factory=lambda: Config(lr=0.01, epochs=5, rounds=12, fraction=0.2)) # settings of FedL2P
     seeds: tuple[int, ...] = (0, 1, 2) # one repetition for each, with its own data, model and draws
     alpha: float = 0.5 # label shift: small means unequal labels
     clients: int = 20 # that learn together, a multiple of five
     unseen: int = 10 # that come later, a multiple of five
-    pretraining_rounds: int = 60 # of federated averaging on clean digits
+    pretraining_rounds: int = 50 # of federated averaging on clean digits
     more_estimators: tuple[Literal["ift", "fomaml", "unrolled"], ...] = ("unrolled",) # of the hypergradient, for further rows of FedL2P
     out: Path = Path("fedl2p-demo") # folder for results; the same folder goes on where it stopped
     workers: int | None = None # processes of one thread each; None is one for each core, or one on a GPU
@@ -223,6 +223,11 @@ class Demo:
     def __post_init__(self):
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds is {self.seeds}; allowed are different whole numbers, at least one")
+        kinds = len(SHIFTS)
+        if self.clients < kinds or self.clients % kinds or self.unseen < 0 or self.unseen % kinds:
+            raise ValueError(f"clients is {self.clients} and unseen {self.unseen}; allowed are multiples of {kinds}, the kinds of clients, from {kinds} and 0 on")
+        if not 0 < self.alpha < math.inf or self.pretraining_rounds < 1:
+            raise ValueError(f"alpha is {self.alpha} and pretraining_rounds {self.pretraining_rounds}; allowed are numbers above 0, and from 1 on")
         if self.config.seed != 0:
             raise ValueError(f"seed is {self.config.seed}; the demo takes its seeds from --seeds")
         if self.workers is not None and self.workers < 1:
@@ -250,16 +255,20 @@ def open_folder(
     settings: dict, # of the run, as JSON
 ) -> None:
     "Make a result folder, or make sure that it belongs to a run with the same settings."
+    settings, config = json.loads(json.dumps(settings)), out / "config.json"
     try:
         out.mkdir(parents=True, exist_ok=True)
-        before = part(out / "config.json", lambda: settings)
+        there = {p.name for p in out.iterdir()} - {"config.json", "versions.json"}
+        if there and not config.exists():
+            raise ValueError(f"out is {out}, which holds other files; choose a new or an empty folder")
+        before = part(config, lambda: settings) if there else settings
+        if other := [key for key in {**settings, **before} if settings.get(key) != before.get(key)]:
+            changes = ", ".join(f"{key} was {before.get(key)!r} and is {settings.get(key)!r}" for key in other)
+            raise ValueError(f"{out} holds results for other settings: {changes}; choose another folder with --out, or delete this one")
+        write_json(config, settings)
         write_json(out / "versions.json", versions())
     except OSError as error:
         raise OSError(f"out is {out}, where nothing can be written ({error}); choose another folder") from error
-    settings = json.loads(json.dumps(settings))
-    if other := [key for key in {**settings, **before} if settings.get(key) != before.get(key)]:
-        changes = ", ".join(f"{key} was {before.get(key)!r} and is {settings.get(key)!r}" for key in other)
-        raise ValueError(f"{out} holds results for other settings: {changes}; choose another folder with --out, or delete this one")
 
 
 def run_demo(
@@ -268,12 +277,12 @@ def run_demo(
 ) -> str: # the table
     "Run the demo, or what is left of it, and write table, plots and records."
     device = pick_device(demo.device)
+    federations = {seed: digits_federation(demo.clients, demo.unseen, demo.alpha, seed) for seed in demo.seeds}
     settings = {**asdict(demo.config), **{name: value for name, value in asdict(demo).items() if name not in ("config", "out", "workers", "seeds")}, "device": device}
     settings.pop("seed")
     open_folder(demo.out, settings)
     found: dict[int, list[dict]] = {}
-    for seed in demo.seeds:
-        federation = digits_federation(demo.clients, demo.unseen, demo.alpha, seed)
+    for seed, federation in federations.items():
         recipe = {"rounds": demo.pretraining_rounds, "fraction": 0.5}
         watch = partial(_with_seed, track, seed)
         found[seed] = run_seed(federation, small_cnn(seed=seed), recipe, replace(demo.config, seed=seed), demo.out / f"seed-{seed}", demo.workers, watch, device, demo.more_estimators)

@@ -4,13 +4,16 @@
 
 # %% auto #0
 __all__ = ['METHODS', 'average', 'sample', 'Outcome', 'cores', 'each', 'Update', 'Round', 'fedavg', 'save_checkpoint',
-           'load_checkpoint', 'perfedavg_step', 'Recipe', 'train_client', 'pretrain', 'quiet', 'bar']
+           'load_checkpoint', 'perfedavg_step', 'Recipe', 'train_client', 'pretrain', 'workers_for', 'quiet', 'bar']
 
 # %% ../nbs/06_federated.ipynb #8c462432
 import io
 import json
+import os
 import pickle
 import signal
+import threading
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -124,24 +127,31 @@ def cores() -> int:
     return cpu_count()
 
 
-def _ignore_interrupts() -> None:
-    "Ctrl-C reaches every process of a terminal; only the one that started the others should answer."
+def _start_worker(parent: int) -> None:
+    "Ctrl-C reaches every process of a terminal, but only the parent should answer; and no worker should outlive it."
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _in_processes(function: Callable, arguments: Sequence[tuple], workers: int) -> Iterator[Outcome]:
     from joblib.externals.loky import get_reusable_executor
 
     packed, todo, flying = _pack(function), deque(arguments), deque()
-    # The same pool in every call, or a new one if a process died. Idle workers end by themselves, so that none outlives a killed run for long.
-    pool = partial(get_reusable_executor, workers, timeout=30, initializer=_ignore_interrupts, env={"OMP_NUM_THREADS": "1"})
+    # The same pool in every call, or a new one if a process died.
+    pool = partial(get_reusable_executor, workers, timeout=300, initializer=_start_worker, initargs=(os.getpid(),), env={"OMP_NUM_THREADS": "1"})
 
     def submit(a: tuple) -> Future:
         return pool().submit(_serve, packed, _pack(a))
 
     try:
         while todo or flying:
-            while todo and len(flying) < 4 * workers:  # no more is packed at a time, however many clients there are
+            while todo and len(flying) < 2 * workers:  # no more is packed at a time, however many clients there are
                 flying.append((todo[0], submit(todo[0])))
                 todo.popleft()
             yield pickle.loads(flying[0][1].result())
@@ -152,8 +162,9 @@ def _in_processes(function: Callable, arguments: Sequence[tuple], workers: int) 
                 yield pickle.loads(submit(a).result())
             except BrokenProcessPool:
                 yield Outcome(None, "its process died, perhaps for want of memory")
-    except BaseException:  # nobody waits for the rest
-        pool().shutdown(wait=False, kill_workers=True)
+    except BaseException:  # nobody waits for the rest; what has begun will end, which is safer than to kill it
+        for _, future in flying:
+            future.cancel()
         raise
 
 
@@ -318,7 +329,7 @@ def train_client(
             for losses in zip(*(rounds_of(generator(*key, use)) for use in ("inner", "outer", "curve")), strict=True):
                 weights = perfedavg_step(losses, weights, recipe.inner_lr, lr)
         else:
-            eta = body_only(model, lr).eta if recipe.method == "fedbabu" else torch.full((len(weights),), lr)
+            eta = body_only(model, lr).eta if recipe.method == "fedbabu" else next(model.parameters()).new_full((len(weights),), lr)
             weights = descend(rounds_of(generator(*key)), weights, {"eta": eta}, full=False).end
     return Update({**weights, **buffers}, len(client.train))
 
@@ -338,8 +349,10 @@ def pretrain(
     if method not in METHODS or bn_layers(model):
         raise ValueError(f"method is {method!r}, and the model has {len(bn_layers(model))} mixing batch norms; allowed are {', '.join(METHODS)}, and a model before mix_bn")
     settings = {**recipe._asdict(), "fraction": fraction, "clients": sorted(c.id for c in clients)}
-    state, info = load_checkpoint(checkpoint, settings) or ({k: v.detach().clone() for k, v in model.state_dict().items()}, {"round": 0})
-    rounds = fedavg(state, clients, partial(train_client, model, recipe), recipe.rounds, fraction, recipe.seed, workers, done=info["round"])
+    start = {k: v.detach().clone() for k, v in model.state_dict().items()}
+    tensors, info = load_checkpoint(checkpoint, settings) or (start, {"round": 0})
+    state = {k: t.to(start[k].device) for k, t in tensors.items()}
+    rounds = fedavg(state, clients, partial(train_client, model, recipe), recipe.rounds, fraction, recipe.seed, workers_for(model, workers), done=info["round"])
     for r in (track or quiet)(rounds, f"pretraining by {method}", recipe.rounds, info["round"]):
         state = r.state
         if checkpoint is not None:
@@ -347,6 +360,11 @@ def pretrain(
     trained = deepcopy(model)
     trained.load_state_dict(state)
     return trained.eval()
+
+
+def workers_for(model: nn.Module, workers: int | None) -> int | None:
+    "Processes share cores well and a GPU badly: one, unless somebody asks for more."
+    return 1 if workers is None and next(model.parameters()).device.type != "cpu" else workers
 
 
 def quiet(rounds: Iterator, title: str, total: int, done: int) -> Iterator:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ESTIMATORS', 'Config', 'policy', 'hypergradient', 'meta_steps', 'learn_client', 'Result', 'score_strategies',
-           'score_policy', 'FedL2P', 'score_all', 'workers_for', 'fingerprint', 'l2p_client', 'l2p_passes']
+           'score_policy', 'FedL2P', 'score_all', 'fingerprint', 'l2p_client', 'l2p_passes']
 
 # %% ../nbs/07_learner.ipynb #564b75dd
 import hashlib
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from .bn import bn_layers, bn_mode, mix_bn
 from .data import Client, Data, check, generator
-from .federated import Update, bar, each, fedavg, load_checkpoint, quiet, save_checkpoint
+from .federated import Update, bar, each, fedavg, load_checkpoint, quiet, save_checkpoint, workers_for
 from .finetune import STATISTICS, Score, State, Tuned, as_module, batches, finetune, loss_on, score_client
 from .hypergrad import HVPS, Hyper, fomaml, ift, unrolled
 from .metanet import POLICY, MetaNets, Strategy, load_tensors, signature, write_file
@@ -261,11 +261,6 @@ def score_all(
     return good
 
 
-def workers_for(model: nn.Module, workers: int | None) -> int | None:
-    "Processes share cores well and a GPU badly."
-    return 1 if workers is None and next(model.parameters()).device.type != "cpu" else workers
-
-
 def fingerprint(model: nn.Module) -> str:
     "A short text that differs for other weights or buffers."
     digest = hashlib.sha256()
@@ -287,7 +282,7 @@ def _fit(learner: FedL2P, clients: Sequence[Client], folder: str | Path | None, 
     history = info["rounds"]
     rounds = fedavg(state, [c.to(device) for c in clients], partial(learn_client, model, config), config.rounds, config.fraction, config.seed, workers_for(model, workers), done=len(history))
     if not _tired(history, config.patience):
-        for r in track(rounds, "learning to personalize", config.rounds, len(history)):
+        for r in track(rounds, f"learning to personalize ({config.estimator})", config.rounds, len(history)):
             losses = [report["val_loss"] for report in r.reports.values()]
             record = {"round": r.number, "val_loss": sum(losses) / len(losses), "clients": list(r.reports), "failed": r.failed, "diverging": sum(x["diverging"] for x in r.reports.values())}
             if record["val_loss"] < min((old["val_loss"] for old in history), default=float("inf")):
