@@ -91,10 +91,14 @@ def readme() -> str:
         if cell.cell_type == "markdown":
             parts.append(re.sub(r"\]\((?=images/|[\w/]+\.ipynb\))", "](nbs/", cell.source))
             continue
-        parts.append(f"```python\n{cell.source}\n```")
+        if not re.search(r"^#\|\s*echo:\s*false", cell.source, re.M):
+            parts.append(f"```python\n{cell.source}\n```")
         for output in cell.outputs:
-            text = "".join(output.get("text") or output.get("data", {}).get("text/plain") or "")
-            parts.append(f"```text\n{text.rstrip()}\n```")
+            data = output.get("data", {})
+            if output.get("name") == "stderr" or "image/png" in data:  # progress bars; pictures are files, see `figures`
+                continue
+            text = "".join(output.get("text") or data.get("text/markdown") or data.get("text/plain") or "").rstrip()
+            parts.append(text if "text/markdown" in data else f"```text\n{text}\n```")
     return "\n\n".join(parts) + "\n"
 
 

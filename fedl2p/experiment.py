@@ -209,13 +209,13 @@ def plot_strategies(found: Sequence[dict], names: tuple[Sequence[str], Sequence[
 class Demo:
     "The embedded experiment: real digits, five kinds of clients, all methods."
 
-    config: Config = field(default_factory=lambda: Config(lr=0.01, epochs=5, rounds=12, fraction=0.2)) # settings of FedL2P
+    config: Config = field(default_factory=lambda: Config(lr=0.01, epochs=5, rounds=15, fraction=0.2)) # settings of FedL2P
     seeds: tuple[int, ...] = (0, 1, 2) # one repetition for each, with its own data, model and draws
     alpha: float = 0.5 # label shift: small means unequal labels
     clients: int = 20 # that learn together, a multiple of five
     unseen: int = 10 # that come later, a multiple of five
     pretraining_rounds: int = 50 # of federated averaging on clean digits
-    more_estimators: tuple[Literal["ift", "fomaml", "unrolled"], ...] = ("unrolled",) # of the hypergradient, for further rows of FedL2P
+    more_estimators: tuple[Literal["ift", "fomaml", "unrolled"], ...] = ("fomaml",) # of the hypergradient, for further rows of FedL2P
     out: Path = Path("fedl2p-demo") # folder for results; the same folder goes on where it stopped
     workers: int | None = None # processes of one thread each; None is one for each core, or one on a GPU
     device: str = "cpu" # cpu, cuda, mps, or auto for the best there is; these networks are so small that cpu is fastest

@@ -99,9 +99,7 @@ def meta_steps(
     key: tuple, # of the random numbers
 ) -> Iterator[float]: # the validation loss before each step
     "Gradient descent on the meta-nets with one client's hypergradients (Algorithm 1, lines 6-11)."
-    groups = [(metanets.bn_net, config.meta_lr_bn), (metanets.lr_net, config.meta_lr_lr)]
-    groups = [{"params": list(net.parameters()), "lr": lr} for net, lr in groups if net is not None]
-    optimizer = torch.optim.SGD([*groups, {"params": [metanets.eta_scale], "lr": config.meta_lr_scale}])
+    zeta = {"bn_net": config.meta_lr_bn, "lr_net": config.meta_lr_lr, "eta_scale": config.meta_lr_scale}
     known, estimate = profile(model, client.train.x), hypergradient(config)
     walk = {"epochs": config.epochs, "batch_size": config.batch_size, "statistics": config.statistics, "full": True}
     if config.estimator == "unrolled":  # keep about as many weights as it later computes anew at a time
@@ -118,10 +116,12 @@ def meta_steps(
                 yield val_loss(tuned.path.end, hyper).item()
             slope = estimate(tuned.path, train_loss, val_loss, hyper)
         learned = {name: value for name, value in (("beta", strategy.beta), ("eta", strategy.eta)) if value.requires_grad}
-        optimizer.zero_grad()
+        metanets.zero_grad()
         torch.autograd.backward(list(learned.values()), [slope[name] for name in learned])
-        nn.utils.clip_grad_value_(metanets.parameters(), config.clip)
-        optimizer.step()
+        with torch.no_grad():
+            for name, p in metanets.named_parameters():
+                if p.grad is not None:  # it has none where its meta-net is not learned
+                    p -= zeta[name.partition(".")[0]] * p.grad.clamp(-config.clip, config.clip)
 
 
 def learn_client(

@@ -144,8 +144,8 @@ def straight_through_clamp(
 def _mlp(inputs: int, outputs: int, hidden: int, bias: float, generator: torch.Generator) -> nn.Sequential:
     "Three linear layers whose output starts near `bias`."
     sizes = [(inputs, hidden), (hidden, hidden), (hidden, outputs)]
-    # skip_init leaves torch's global random state alone; every number is set right below.
-    linears = [nn.utils.skip_init(nn.Linear, *size) for size in sizes]
+    with torch.random.fork_rng(devices=[]):  # what nn.Linear draws from the global generator is put back; every number is set right below
+        linears = [nn.Linear(*size) for size in sizes]
     for linear in linears:
         nn.init.xavier_normal_(linear.weight, gain=0.1, generator=generator)
         nn.init.constant_(linear.bias, bias)

@@ -20,7 +20,7 @@ from fedl2p.finetune import GRID
 from fedl2p.learner import Config
 
 SMALL = ["--seeds", "3", "--clients", "5", "--unseen", "5", "--rounds", "6", "--epochs", "1", "--fraction", "0.4", "--meta-steps", "1", "--pretraining-rounds", "8"]
-RESULTS = ["clients.jsonl", "table.md", "config.json", "seed-3/fedl2p-ift/rounds.jsonl", "seed-3/fedl2p-ift/policy.safetensors", "seed-3/fedl2p-unrolled/policy.safetensors", "seed-3/pretraining.safetensors"]
+RESULTS = ["clients.jsonl", "table.md", "config.json", "seed-3/fedl2p-ift/rounds.jsonl", "seed-3/fedl2p-ift/policy.safetensors", "seed-3/fedl2p-fomaml/policy.safetensors", "seed-3/pretraining.safetensors"]
 
 
 def start(out: Path, *more: str) -> subprocess.Popen:
@@ -103,7 +103,7 @@ def test_the_folder(unbroken):
     table = (out / "table.md").read_text()
     assert table in said and "FT (BN I), best rate" in table
     found = [json.loads(line) for line in (out / "clients.jsonl").read_text().splitlines()]
-    assert {r["method"] for r in found} >= {"no fine-tuning", "L2P", "FedL2P, ift", "FedL2P, unrolled"}
+    assert {r["method"] for r in found} >= {"no fine-tuning", "L2P", "FedL2P, ift", "FedL2P, fomaml"}
     assert all(0 <= r["accuracy"] <= 1 and len(r["beta"]) == 3 and len(r["eta"]) == 11 for r in found)
     assert {r["lr"] for r in found if r["method"].endswith("initial rate")} == {0.01}
     assert {r["lr"] for r in found if r["method"].endswith("best rate")} <= set(GRID)
