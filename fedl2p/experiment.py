@@ -26,10 +26,11 @@ from . import __version__
 from .bn import mix_bn
 from .data import Client, Federation, digits_federation
 from .digits import SHIFTS, small_cnn
-from .federated import cores, pretrain, quiet
+from .federated import pretrain, quiet
 from .finetune import GRID, baselines
 from .learner import Config, FedL2P, Result, l2p_client, l2p_passes, score_all, score_strategies
 from .metanet import write_file
+from .workers import cores
 
 # %% ../nbs/11_experiment.ipynb #d60c0e5e
 def write_json(path: Path, content: object) -> None:

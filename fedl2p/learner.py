@@ -18,15 +18,16 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .bn import bn_layers, bn_mode, mix_bn
 from .data import Client, Data, check, generator
-from .federated import Update, bar, each, fedavg, load_checkpoint, quiet, save_checkpoint, workers_for
+from .federated import Update, bar, fedavg, load_checkpoint, quiet, save_checkpoint
 from .finetune import STATISTICS, Score, State, Tuned, as_module, batches, finetune, loss_on, score_client
 from .hypergrad import HVPS, Hyper, fomaml, ift, unrolled
 from .metanet import POLICY, MetaNets, Strategy, load_tensors, signature, write_file
 from .profile import Profile, evaluating, profile
+from .workers import each, workers_for
 
 # %% ../nbs/07_learner.ipynb #bd5aa3d6
 ESTIMATORS = ("ift", "fomaml", "unrolled")

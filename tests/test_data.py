@@ -9,7 +9,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedl2p.data import Client, Data, check, digits_clients, digits_federation, generator, label_counts, label_tastes, lda_partition, make_client, split
+from fedl2p.data import (
+    Client,
+    Data,
+    check,
+    digits_clients,
+    digits_federation,
+    generator,
+    label_counts,
+    label_tastes,
+    lda_partition,
+    make_client,
+    split,
+)
 from fedl2p.digits import SHIFTS, small_cnn
 
 

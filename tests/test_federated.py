@@ -11,11 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fedl2p import federated
+from fedl2p import workers as pool
 from fedl2p.bn import mix_bn
 from fedl2p.data import Client, Data, digits_federation
 from fedl2p.digits import small_cnn
-from fedl2p.federated import METHODS, Recipe, Update, average, each, fedavg, load_checkpoint, perfedavg_step, pretrain, sample, save_checkpoint, train_client
+from fedl2p.federated import (
+    METHODS,
+    Recipe,
+    Update,
+    average,
+    fedavg,
+    load_checkpoint,
+    perfedavg_step,
+    pretrain,
+    sample,
+    save_checkpoint,
+    train_client,
+)
+from fedl2p.workers import each
 
 
 @pytest.fixture(scope="module")
@@ -120,8 +133,8 @@ def test_one_thread_each_and_threads_are_put_back():
 
 
 def test_only_clients_of_the_round_are_packed(monkeypatch):
-    packed, pack = [], federated._pack
-    monkeypatch.setattr(federated, "_pack", lambda thing: packed.append(pack(thing)) or packed[-1])
+    packed, pack = [], pool._pack
+    monkeypatch.setattr(pool, "_pack", lambda thing: packed.append(pack(thing)) or packed[-1])
     list(fedavg({"w": torch.zeros(1)}, friends(200), step, 1, 0.01, workers=2))
     assert len(packed) == 1 + 2  # the work, and its two clients
     view = torch.zeros(1_000_000)[:3]
@@ -131,7 +144,7 @@ def test_only_clients_of_the_round_are_packed(monkeypatch):
 def test_what_travels_arrives():
     model = mix_bn(small_cnn(width=2), verbose=False).half()
     things = (model, torch.zeros(3, requires_grad=True), torch.zeros(2, dtype=torch.bfloat16), torch.ones(3, 4).T, nn.Parameter(torch.ones(1), False))
-    there = federated.pickle.loads(federated._pack(things))
+    there = pool.pickle.loads(pool._pack(things))
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(model.state_dict().values(), there[0].state_dict().values(), strict=True))
     assert there[1].requires_grad and there[2].dtype == torch.bfloat16 and there[3].shape == (4, 3) and isinstance(there[4], nn.Parameter) and not there[4].requires_grad
 

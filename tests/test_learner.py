@@ -15,7 +15,19 @@ from fedl2p.data import Client, Data, digits_federation
 from fedl2p.digits import small_cnn
 from fedl2p.federated import quiet
 from fedl2p.finetune import baselines
-from fedl2p.learner import ESTIMATORS, Config, FedL2P, fingerprint, l2p_client, l2p_passes, learn_client, meta_steps, policy, score_all, score_strategies
+from fedl2p.learner import (
+    ESTIMATORS,
+    Config,
+    FedL2P,
+    fingerprint,
+    l2p_client,
+    l2p_passes,
+    learn_client,
+    meta_steps,
+    policy,
+    score_all,
+    score_strategies,
+)
 from fedl2p.metanet import MetaNets
 from fedl2p.profile import profile
 
