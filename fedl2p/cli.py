@@ -52,7 +52,13 @@ def demo(
     start = time.time()
     with progress() as track:
         table = run_demo(settings, track)
-    print(table)
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.markdown import Markdown
+
+        Console().print(Markdown(table))
+    else:
+        print(table)
     print(f"{time.time() - start:.0f} s; table, plots, records and policies are in {settings.out}")
 
 

@@ -12,7 +12,9 @@ import json
 import math
 import platform
 import statistics
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
@@ -33,7 +35,10 @@ from .metanet import write_file
 from .workers import cores
 
 # %% ../nbs/11_experiment.ipynb #d60c0e5e
-def write_json(path: Path, content: object) -> None:
+def write_json(
+    path: Path, # of the file
+    content: object, # to be written
+) -> None:
     "A JSON file, as a whole or not at all."
     write_file(path, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
 
@@ -105,12 +110,16 @@ def run_seed(
 ) -> list[dict]: # records of all methods
     "Pretrain, then baselines, FedL2P and L2P; each part once."
     folder.mkdir(parents=True, exist_ok=True)
-    trained = pretrain(start.to(device), [c.to(device) for c in federation.pretraining], workers=workers, checkpoint=folder / "pretraining.safetensors", track=track, seed=config.seed, **recipe)
+    trained = pretrain(deepcopy(start).to(device), federation.pretraining, workers=workers, checkpoint=folder / "pretraining.safetensors", track=track, seed=config.seed, **recipe)
     model = mix_bn(trained, verbose=False)
     found = part(folder / "baselines.json", lambda: _baselines(model, federation, config, workers, track))
 
     def fedl2p(method: str, config: Config, folder: Path) -> list[dict]:
-        learner = FedL2P(model, config).fit(federation.seen, folder, workers, track)
+        try:
+            learner = FedL2P(model, config).fit(federation.seen, folder, workers, track)
+        except RuntimeError as error:  # nobody could learn, which is a result, too
+            warnings.warn(f"{method} has no result: {error}", RuntimeWarning, stacklevel=2)
+            return []
         learner.save(folder / "policy.safetensors")
         return [r for pool in ("seen", "unseen") if getattr(federation, pool) for r in records(method, pool, learner.score(getattr(federation, pool), workers))]
 
@@ -180,7 +189,7 @@ def plot_learning(histories: dict[tuple[str, str], list[dict]]): # (method, seed
     fig, ax = plt.subplots(figsize=(9, 3.5), layout="constrained")
     methods = list(dict.fromkeys(method for method, _ in histories))
     for (method, _), history in histories.items():
-        ax.plot([r["round"] for r in history], [r["val_loss"] for r in history], ".-", color=f"C{methods.index(method)}", alpha=0.6)
+        ax.plot([r["round"] for r in history], [math.nan if r["val_loss"] is None else r["val_loss"] for r in history], ".-", color=f"C{methods.index(method)}", alpha=0.6)
     for method in methods:
         ax.plot([], [], ".-", color=f"C{methods.index(method)}", label=method)
     ax.set(xlabel="round", ylabel="validation loss of the round's clients", title="one line a seed; each round asks other clients", ylim=(0, None))
@@ -193,8 +202,8 @@ def plot_strategies(found: Sequence[dict], names: tuple[Sequence[str], Sequence[
     import matplotlib.pyplot as plt
 
     methods, domains = (list(dict.fromkeys(r[key] for r in found)) for key in ("method", "domain"))
-    fig, axes = plt.subplots(len(methods), 2, figsize=(11, 0.8 + 2.2 * len(methods)), layout="constrained", width_ratios=[1, 2], squeeze=False, sharex="col", sharey="col")
-    for row, method in zip(axes, methods, strict=True):
+    fig, axes = plt.subplots(max(len(methods), 1), 2, figsize=(11, 0.8 + 2.2 * len(methods)), layout="constrained", width_ratios=[1, 2], squeeze=False, sharex="col", sharey="col")
+    for row, method in zip(axes, methods, strict=False):
         for ax, key, labels in zip(row, ("beta", "eta"), names, strict=True):
             for d, domain in enumerate(domains):
                 some = [r[key] for r in found if (r["method"], r["domain"]) == (method, domain)]
@@ -202,7 +211,8 @@ def plot_strategies(found: Sequence[dict], names: tuple[Sequence[str], Sequence[
                 ax.plot(x * len(some), [value for values in some for value in values], ".", color=f"C{d}", alpha=0.5, label=domain)
             ax.set(ylabel=key, title=method, xticks=range(len(labels)), ylim=(-0.05, 1.05) if key == "beta" else None)
             ax.set_xticklabels(labels, rotation=60, ha="right")
-    axes[0, 1].legend(fontsize="small", ncol=2)
+    if methods:
+        axes[0, 1].legend(fontsize="small", ncol=2)
     return fig
 
 # %% ../nbs/11_experiment.ipynb #665445f0
@@ -219,11 +229,11 @@ class Demo:
     more_estimators: tuple[Literal["ift", "fomaml", "unrolled"], ...] = ("fomaml",) # of the hypergradient, for further rows of FedL2P
     out: Path = Path("fedl2p-demo") # folder for results; the same folder goes on where it stopped
     workers: int | None = None # processes of one thread each; None is one for each core, or one on a GPU
-    device: str = "cpu" # cpu, cuda, mps, or auto for the best there is; these networks are so small that cpu is fastest
+    device: str = "cpu" # cpu, cuda, or auto for the best there is; these networks are so small that cpu is fastest
 
     def __post_init__(self):
-        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"seeds is {self.seeds}; allowed are different whole numbers, at least one")
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
+            raise ValueError(f"seeds is {self.seeds}; allowed are different whole numbers from 0 on, at least one")
         kinds = len(SHIFTS)
         if self.clients < kinds or self.clients % kinds or self.unseen < 0 or self.unseen % kinds:
             raise ValueError(f"clients is {self.clients} and unseen {self.unseen}; allowed are multiples of {kinds}, the kinds of clients, from {kinds} and 0 on")
@@ -235,11 +245,13 @@ class Demo:
             raise ValueError(f"workers is {self.workers}; allowed are whole numbers from 1 on")
 
 
-def pick_device(name: str) -> str:
+def pick_device(
+    name: str, # cpu, cuda, cuda:1, ..., or auto
+) -> str: # as torch calls it
     "A device that is there."
-    there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    there = {"cuda": torch.cuda.is_available(), "cpu": True}  # not mps: sums and moments are in double precision, which it does not have
     if name == "auto":
-        return next(device for device in ("cuda", "mps", "cpu") if there[device])
+        return next(device for device in there if there[device])
     if not there.get(name.partition(":")[0], False):
         raise ValueError(f"device is {name!r}; allowed here are auto, {', '.join(device for device, ok in there.items() if ok)}")
     return name
@@ -267,7 +279,8 @@ def open_folder(
             changes = ", ".join(f"{key} was {before.get(key)!r} and is {settings.get(key)!r}" for key in other)
             raise ValueError(f"{out} holds results for other settings: {changes}; choose another folder with --out, or delete this one")
         write_json(config, settings)
-        write_json(out / "versions.json", versions())
+        if part(out / "versions.json", versions) != versions():
+            warnings.warn(f"{out} was begun with other versions (see versions.json) than those that go on now; numbers may differ", RuntimeWarning, stacklevel=2)
     except OSError as error:
         raise OSError(f"out is {out}, where nothing can be written ({error}); choose another folder") from error
 
@@ -303,8 +316,8 @@ def write_results(out: Path, found: dict[int, list[dict]], rows: Rows) -> None:
     lines = [json.dumps({"seed": seed, **r}, allow_nan=False) for seed, some in found.items() for r in some]
     write_file(out / "clients.jsonl", ("\n".join(lines) + "\n").encode())
     write_file(out / "table.md", markdown(rows).encode())
-    histories = {(path.parent.name, path.parent.parent.name): [json.loads(line) for line in path.read_text().splitlines()] for path in sorted(out.glob("seed-*/fedl2p-*/rounds.jsonl"))}
-    last = [r for r in list(found.values())[-1] if r["method"].startswith("FedL2P")]
+    histories = {(path.parent.name, path.parent.parent.name): [json.loads(line) for line in path.read_text().splitlines()] for seed in found for path in sorted(out.glob(f"seed-{seed}/fedl2p-*/rounds.jsonl"))}
+    last = [{**r, "method": f"{r['method']}, seed {list(found)[-1]}"} for r in list(found.values())[-1] if r["method"].startswith("FedL2P")]
     names = [name for name, m in small_cnn().named_modules() if isinstance(m, nn.BatchNorm2d)], [name for name, _ in small_cnn().named_parameters()]
     with matplotlib.rc_context({"backend": "agg"}):
         import matplotlib.pyplot as plt

@@ -4,10 +4,9 @@
 
 # %% auto #0
 __all__ = ['ESTIMATORS', 'Config', 'policy', 'hypergradient', 'meta_steps', 'learn_client', 'Result', 'score_strategies',
-           'score_policy', 'FedL2P', 'score_all', 'fingerprint', 'l2p_client', 'l2p_passes']
+           'score_policy', 'FedL2P', 'score_all', 'l2p_client', 'l2p_passes']
 
 # %% ../nbs/07_learner.ipynb #564b75dd
-import hashlib
 import json
 import math
 import warnings
@@ -22,8 +21,8 @@ from torch import nn
 
 from .bn import bn_layers, bn_mode, mix_bn
 from .data import Client, Data, check, generator
-from .federated import Update, bar, fedavg, load_checkpoint, quiet, save_checkpoint
-from .finetune import STATISTICS, Score, State, Tuned, as_module, batches, finetune, loss_on, score_client
+from .federated import Round, Update, bar, fedavg, fingerprint, load_checkpoint, quiet, save_checkpoint
+from .finetune import STATISTICS, Score, State, as_module, batches, finetune, loss_on, score_client
 from .hypergrad import HVPS, Hyper, fomaml, ift, unrolled
 from .metanet import POLICY, MetaNets, Strategy, load_tensors, signature, write_file
 from .profile import Profile, evaluating, profile
@@ -68,6 +67,8 @@ class Config:
         for name in ("epochs", "batch_size", "rounds", "meta_steps", "patience", "hidden"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; allowed are whole numbers from 1 on")
+        if self.neumann_terms < 0 or not self.psi > 0 or (self.last is not None and self.last < 1):
+            raise ValueError(f"neumann_terms is {self.neumann_terms}, psi {self.psi} and last {self.last}; allowed are numbers from 0 on, above 0, and from 1 on")
         if not 0 < self.fraction <= 1 or not 0 <= self.beta <= 1 or not math.isfinite(self.lr) or self.clip <= 0:
             raise ValueError(f"fraction is {self.fraction}, beta {self.beta}, lr {self.lr} and clip {self.clip}; allowed are (0, 1], [0, 1], finite numbers, and numbers above 0")
 
@@ -84,7 +85,9 @@ def policy(
     return Strategy(beta, eta)
 
 
-def hypergradient(config: Config) -> Callable[..., Hyper]:
+def hypergradient(
+    config: Config,
+) -> Callable[..., Hyper]: # with its options filled in
     "The estimator that a configuration names."
     if config.estimator == "ift":
         return partial(ift, psi=config.psi, terms=config.neumann_terms, scaled=config.scaled, hvp=config.hvp)
@@ -114,7 +117,7 @@ def meta_steps(
         val_loss = loss_on(model, lambda part=part: client.val[part], buffers, training=False)
         with evaluating(model), bn_mode(model, "mix"):
             with torch.no_grad():
-                yield val_loss(tuned.path.end, hyper).item()
+                yield loss_on(model, lambda: client.val, buffers, training=False)(tuned.path.end, hyper).item()
             slope = estimate(tuned.path, train_loss, val_loss, hyper)
         learned = {name: value for name, value in (("beta", strategy.beta), ("eta", strategy.eta)) if value.requires_grad}
         metanets.zero_grad()
@@ -133,14 +136,14 @@ def learn_client(
     number: int, # of the round
 ) -> Update: # lambda after K steps, weighed by the number of validation samples
     "What a client does in a round of FedL2P."
+    client = client.to(next(model.parameters()).device)
     check(client, model)
     metanets = MetaNets(signature(model), config.lr, config.hidden).to(client.train.x.device)
     metanets.load_state_dict(state)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         losses = list(meta_steps(model, config, metanets, client, config.meta_steps, (config.seed, "learning", number, client.id)))
-    one_pass = len(losses) // config.meta_steps
-    report = {"val_loss": sum(losses[:one_pass]) / one_pass, "diverging": sum("Neumann" in str(w.message) for w in said)}
+    report = {"val_loss": losses[0], "diverging": sum("Neumann series diverges" in str(w.message) for w in said)}
     return Update({name: t.detach() for name, t in metanets.state_dict().items()}, len(client.val), report)
 
 # %% ../nbs/07_learner.ipynb #dad1bc99
@@ -153,7 +156,14 @@ class Result(NamedTuple):
     strategy: Strategy # that it followed
 
 
-def _walk(config: Config, id: str) -> dict:
+def _ready(client: Client, model: nn.Module, held_out: bool = True) -> Client:
+    "The client on the model's device, checked; validation samples are not needed for the test, but used if there are some."
+    client = client.to(next(model.parameters()).device)
+    check(client, model, ["train", *["val"] * bool(len(client.val) or not held_out), *["test"] * held_out])
+    return client
+
+
+def _personal(config: Config, id: str) -> dict:
     "Options of `finetune` when a client is personalized."
     return {"epochs": config.epochs, "batch_size": config.batch_size, "statistics": config.statistics, "generator": generator(config.seed, "personalize", id)}
 
@@ -164,10 +174,10 @@ def score_strategies(
     config: Config, # how long to fine-tune
     client: Client,
     held_out: bool = True, # judge on the test; False judges on validation samples, to choose by
-) -> dict[str, Result]:
+) -> dict[str, Result]: # by the same names
     "One client under several strategies."
-    check(client, model, ["train", "test" if held_out else "val"])
-    return {name: Result(client.id, client.domain, score_client(model, s, client, held_out, **_walk(config, client.id)), s) for name, s in strategies.items()}
+    client = _ready(client, model, held_out)
+    return {name: Result(client.id, client.domain, score_client(model, s, client, held_out, **_personal(config, client.id)), s) for name, s in strategies.items()}
 
 
 def score_policy(
@@ -177,7 +187,7 @@ def score_policy(
     client: Client,
 ) -> Result:
     "One client under the strategy that meta-nets make for it."
-    check(client, model, ["train", "test"])
+    client = _ready(client, model)
     metanets = MetaNets(signature(model), config.lr, config.hidden).to(client.train.x.device)
     metanets.load_state_dict(state)
     with torch.no_grad():
@@ -208,50 +218,72 @@ class FedL2P:
         _fit(self, clients, folder, workers, track)
         return self
 
-    def strategy(self, client: Client | Data) -> Strategy:
-        "How this client should fine-tune: one forward pass over its data, training and validation samples together."
-        data = client.train + client.val if isinstance(client, Client) else client
-        device = next(self.model.parameters()).device
+    def strategy(
+        self,
+        client: Client | Data, # of a client, training and validation samples together
+    ) -> Strategy: # beta and eta for it
+        "How this client should fine-tune: one forward pass over its data."
+        data, _ = self._data(client)
         with torch.no_grad():
-            return policy(self.metanets, profile(self.model, data.x.to(device)), self.config)
+            return policy(self.metanets, profile(self.model, data.x), self.config)
 
-    def personalize(self, client: Client | Data) -> nn.Module:
-        "The model, fine-tuned for this client: an ordinary module."
+    def personalize(
+        self,
+        client: Client | Data, # of a client, training and validation samples together
+    ) -> nn.Module: # an ordinary module, in evaluation mode
+        "The model, fine-tuned for this client."
+        data, id = self._data(client)
+        return as_module(self.model, finetune(self.model, self.strategy(data), data, **_personal(self.config, id)))
+
+    def _data(self, client: Client | Data) -> tuple[Data, str]:
+        "All that a client fine-tunes on, checked, on the model's device; and its name."
         data, id = (client.train + client.val, client.id) if isinstance(client, Client) else (client, "")
+        data = data.to(next(self.model.parameters()).device)
         check(Client(id, data, data[:0], data[:0]), self.model, ["train"])
-        tuned: Tuned = finetune(self.model, self.strategy(data), data.to(next(self.model.parameters()).device), **_walk(self.config, id))
-        return as_module(self.model, tuned)
+        return data, id
 
-    def score(self, clients: Sequence[Client], workers: int | None = None) -> list[Result]:
+    def score(
+        self,
+        clients: Sequence[Client],
+        workers: int | None = None, # processes; None is one for each core, or one if the model is on a GPU
+    ) -> list[Result]: # of those that did not fail
         "Test accuracy of each client, personalized; one that fails is left out with a warning."
         state = {name: t.detach() for name, t in self.metanets.state_dict().items()}
         return score_all(partial(score_policy, self.model, self.config, state), clients, self.model, workers)
 
-    def save(self, path: str | Path) -> None:
-        "Write the policy: meta-nets, the names of the model's layers, and the configuration."
-        self.metanets.save(path, config=json.dumps(asdict(self.config)))
+    def save(
+        self,
+        path: str | Path, # of the file
+    ) -> None:
+        "Write the policy: meta-nets, the names of the model's layers, a fingerprint of its weights, and the configuration."
+        self.metanets.save(path, config=json.dumps(asdict(self.config)), model=fingerprint(self.model))
 
     @classmethod
-    def load(cls, model: nn.Module, path: str | Path) -> "FedL2P":
-        "A policy from a file, for the model that it was learned for."
-        known = {field.name for field in fields(Config)}
-        stored = json.loads(load_tensors(path, POLICY)[1].get("config", "{}"))
+    def load(
+        cls,
+        model: nn.Module, # that the policy was learned for
+        path: str | Path, # of a file by `save`
+    ) -> "FedL2P":
+        "A policy from a file; if the model's weights are not those that it was learned for, it warns."
+        _, header = load_tensors(path, POLICY)
+        known, stored = {field.name for field in fields(Config)}, json.loads(header.get("config", "{}"))
         policy = cls(model, Config(**{name: value for name, value in stored.items() if name in known}))
         policy.metanets = MetaNets.load(path, policy.model)
+        if header.get("model", fingerprint(policy.model)) != fingerprint(policy.model):
+            warnings.warn(f"{path} was learned for other weights of this model; its strategies may not fit", RuntimeWarning, stacklevel=2)
         return policy
 
 # %% ../nbs/07_learner.ipynb #94679742
 def score_all(
     function: Callable[[Client], Any], # scores one client
     clients: Sequence[Client],
-    model: nn.Module, # whose device the clients' data go to
+    model: nn.Module, # whose device says how many processes make sense
     workers: int | None = None, # processes; None is one for each core, or one if the model is on a GPU
     track: Callable[[Iterator, str, int, int], Iterator] = quiet, # shows progress
     title: str = "scoring clients", # of the progress
 ) -> list: # of what the function returns
     "Score clients in parallel; those that fail are left out with a warning."
-    device, good = next(model.parameters()).device, []
-    outcomes = each(function, [(client.to(device),) for client in clients], workers_for(model, workers))
+    good, outcomes = [], each(function, [(client,) for client in clients], workers_for(model, workers))
     for client, outcome in zip(clients, track(outcomes, title, len(clients), 0), strict=True):
         if outcome.error:
             warnings.warn(f"client {client.id!r} is left out: {outcome.error}", RuntimeWarning, stacklevel=2)
@@ -262,31 +294,22 @@ def score_all(
     return good
 
 
-def fingerprint(model: nn.Module) -> str:
-    "A short text that differs for other weights or buffers."
-    digest = hashlib.sha256()
-    for name, t in model.state_dict().items():
-        digest.update(name.encode() + t.detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
 def _fit(learner: FedL2P, clients: Sequence[Client], folder: str | Path | None, workers: int | None, track: Callable) -> None:
     "What `FedL2P.fit` does."
     model, config, device = learner.model, learner.config, next(learner.model.parameters()).device
     path = None if folder is None else Path(folder) / "checkpoint.safetensors"
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-    settings = {**asdict(config), "clients": sorted(c.id for c in clients), "model": fingerprint(model)}
+    settings = {**asdict(config), "model and clients": fingerprint(model, learner.metanets, *sorted(clients, key=lambda c: c.id))}
     start = {name: t.detach().clone() for name, t in learner.metanets.state_dict().items()}
     tensors, info = load_checkpoint(path, settings) or ({**_prefixed("now", start), **_prefixed("best", start)}, {"rounds": []})
     state, best = ({name.removeprefix(which): t.to(device) for name, t in tensors.items() if name.startswith(which)} for which in ("now.", "best."))
     history = info["rounds"]
-    rounds = fedavg(state, [c.to(device) for c in clients], partial(learn_client, model, config), config.rounds, config.fraction, config.seed, workers_for(model, workers), done=len(history))
+    rounds = fedavg(state, clients, partial(learn_client, model, config), config.rounds, config.fraction, config.seed, workers_for(model, workers), done=len(history))
     if not _tired(history, config.patience):
         for r in track(rounds, f"learning to personalize ({config.estimator})", config.rounds, len(history)):
-            losses = [report["val_loss"] for report in r.reports.values()]
-            record = {"round": r.number, "val_loss": sum(losses) / len(losses), "clients": list(r.reports), "failed": r.failed, "diverging": sum(x["diverging"] for x in r.reports.values())}
-            if record["val_loss"] < min((old["val_loss"] for old in history), default=float("inf")):
+            record = _record(r)
+            if _loss(record) < min(map(_loss, history), default=float("inf")):
                 best = state  # the losses are those of the lambda that was sent
             history, state = [*history, record], r.state
             if path is not None:
@@ -302,9 +325,21 @@ def _prefixed(which: str, state: State) -> State:
     return {f"{which}.{name}": t for name, t in state.items()}
 
 
+def _record(r: Round) -> dict:
+    "A round as plain numbers. A lambda under which somebody diverges has no validation loss: the others alone would make it look good."
+    losses = [report["val_loss"] for report in r.reports.values()]
+    diverged = any(fault.startswith("FloatingPointError") for fault in r.failed.values())
+    loss = None if diverged or not losses else sum(losses) / len(losses)
+    return {"round": r.number, "val_loss": loss, "clients": list(r.reports), "failed": r.failed, "diverging": sum(report["diverging"] for report in r.reports.values())}
+
+
+def _loss(record: dict) -> float:
+    return float("inf") if record["val_loss"] is None else record["val_loss"]
+
+
 def _tired(history: list[dict], patience: int) -> bool:
     "Was the lowest validation loss too long ago?"
-    losses = [record["val_loss"] for record in history]
+    losses = list(map(_loss, history))
     return bool(losses) and len(losses) - 1 - losses.index(min(losses)) >= patience
 
 # %% ../nbs/07_learner.ipynb #d2ac598e
@@ -315,6 +350,7 @@ def l2p_client(
     client: Client,
 ) -> Result:
     "L2P: one client learns meta-nets for itself, and is personalized by the best of them."
+    client = client.to(next(model.parameters()).device)
     check(client, model)
     metanets = MetaNets(signature(model), config.lr, config.hidden, config.seed).to(client.train.x.device)
     lowest, best = float("inf"), {name: t.clone() for name, t in metanets.state_dict().items()}
@@ -329,6 +365,9 @@ def l2p_client(
     return score_policy(model, config, best, client)
 
 
-def l2p_passes(config: Config, n_clients: int) -> int:
+def l2p_passes(
+    config: Config,
+    n_clients: int, # C
+) -> int: # passes over a client's validation samples
     "The budget of a client that learns alone: its share of what the federation spends."
     return math.ceil(config.rounds * max(1, round(config.fraction * n_clients)) * config.meta_steps / n_clients)

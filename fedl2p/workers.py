@@ -76,7 +76,10 @@ def _serve(function: bytes, arguments: bytes) -> bytes:
     return _pack(_attempt(_latest[function], pickle.loads(arguments)))
 
 # %% ../nbs/workers.ipynb #41b50a57
-def workers_for(model: nn.Module, workers: int | None) -> int | None:
+def workers_for(
+    model: nn.Module, # whose device matters
+    workers: int | None, # as asked for
+) -> int | None: # None is one for each core
     "Processes share cores well and a GPU badly: one, unless somebody asks for more."
     return 1 if workers is None and next(model.parameters()).device.type != "cpu" else workers
 
@@ -110,23 +113,26 @@ def _in_processes(function: Callable, arguments: Sequence[tuple], workers: int) 
     def submit(a: tuple) -> Future:
         return pool().submit(_serve, packed, _pack(a))
 
-    try:
-        while todo or flying:
-            while todo and len(flying) < 2 * workers:  # no more is packed at a time, however many clients there are
+    while todo or flying:
+        try:
+            while todo and len(flying) < 2 * workers:
                 flying.append((todo[0], submit(todo[0])))
                 todo.popleft()
-            yield pickle.loads(flying[0][1].result())
+            outcome = pickle.loads(flying[0][1].result())
+        except BrokenProcessPool:  # whose process it was nobody knows: each that was under way is tried alone
+            for a in [a for a, _ in flying]:
+                try:
+                    yield pickle.loads(submit(a).result())
+                except BrokenProcessPool:
+                    yield Outcome(None, "its process died, perhaps for want of memory")
+            flying.clear()
+        except BaseException:  # nobody waits for the rest; what has begun will end, which is safer than to kill it
+            for _, future in flying:
+                future.cancel()
+            raise
+        else:
             flying.popleft()
-    except BrokenProcessPool:  # whose process it was nobody knows: each of the others alone
-        for a in [*(a for a, _ in flying), *todo]:
-            try:
-                yield pickle.loads(submit(a).result())
-            except BrokenProcessPool:
-                yield Outcome(None, "its process died, perhaps for want of memory")
-    except BaseException:  # nobody waits for the rest; what has begun will end, which is safer than to kill it
-        for _, future in flying:
-            future.cancel()
-        raise
+            yield outcome
 
 
 def each(

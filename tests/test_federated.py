@@ -48,17 +48,17 @@ def step(state, client, number):
 @settings(max_examples=50, deadline=None)
 def test_average_is_the_weighted_mean(pairs, rng):
     values, weights = zip(*pairs, strict=True)
-    mean = average([{"w": torch.tensor([v], dtype=torch.float64)} for v in values], weights)["w"].item()
+    mean = average([({"w": torch.tensor([v], dtype=torch.float64)}, w) for v, w in pairs])["w"].item()
     assert mean == pytest.approx(np.average(values, weights=weights), abs=1e-9 * 1e3)
 
 
 def test_average_keeps_types_and_counters():
     states = [{"w": torch.ones(2, dtype=t), "n": torch.tensor(k)} for t, k in [(torch.float16, 3), (torch.float16, 5)]]
-    mean = average(states, [1, 1])
+    mean = average([(s, 1) for s in states])
     assert mean["w"].dtype == torch.float16 and mean["n"].dtype == torch.int64 and mean["n"] == 5
     for weights in ([0, 0], [-1, 2], [float("nan"), 1]):
-        with pytest.raises(ValueError, match="weights are"):
-            average(states, weights)
+        with pytest.raises(ValueError, match="weight"):
+            average(zip(states, weights, strict=True))
 
 
 def test_sample():
@@ -102,6 +102,33 @@ def test_bad_answers_are_left_out_and_named(workers):
 def test_all_failing_is_an_error():
     with pytest.raises(RuntimeError, match="round 1: all of its 2 clients failed; the first, 'c1': sent w with values that are not finite"):
         list(fedavg({"w": torch.zeros(1)}, friends(3)[1:], faulty, 1, 1.0, workers=1))
+
+
+@pytest.mark.filterwarnings("ignore:round")
+def test_a_round_without_an_answer_is_not_the_end():
+    """Four of five clients always fail, and each round asks one: rounds without an answer leave the state as it is."""
+    people = [friends(1)[0], *friends(3)[1:]]
+    rounds = []
+    with pytest.raises(RuntimeError, match="all of its 1 clients failed"):
+        for r in fedavg({"w": torch.ones(1)}, people, faulty, 400, 0.3, workers=1):
+            rounds.append(r)
+    empty = [r for r in rounds if not r.reports]
+    assert empty and len(rounds) > len(empty) and all(len(r.failed) == 1 for r in empty)
+    assert not any(torch.isnan(r.state["w"]).any() for r in rounds)
+
+
+def test_another_model_or_other_data_do_not_go_on(clients, tmp_path):
+    options = {"fraction": 0.5, "rounds": 1, "workers": 1, "checkpoint": tmp_path / "p"}
+    pretrain(small_cnn(width=4), clients, **options)
+    other = [replace(clients[0], train=clients[0].train[:20]), *clients[1:]]
+    for model, people in [(small_cnn(width=4, seed=1), clients), (small_cnn(width=8), clients), (small_cnn(width=4), other)]:
+        with pytest.raises(ValueError, match="model and clients was"):
+            pretrain(model, people, **options)
+
+
+def test_perfedavg_moves_statistics_once_a_step(clients):
+    model = pretrain(small_cnn(width=4), [replace(clients[0], train=clients[0].train[:40])], "perfedavg", rounds=1, workers=1)
+    assert model.bn1.num_batches_tracked == 2
 
 
 def test_ids_must_differ():

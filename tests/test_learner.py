@@ -13,13 +13,12 @@ from torch import nn
 from fedl2p.bn import mix_bn
 from fedl2p.data import Client, Data, digits_federation
 from fedl2p.digits import small_cnn
-from fedl2p.federated import quiet
+from fedl2p.federated import Round, fingerprint, quiet
 from fedl2p.finetune import baselines
 from fedl2p.learner import (
     ESTIMATORS,
     Config,
     FedL2P,
-    fingerprint,
     l2p_client,
     l2p_passes,
     learn_client,
@@ -102,7 +101,7 @@ def test_best_lambda_is_the_one_that_was_sent(model, federation):
 def test_patience(model, federation):
     still = replace(QUICK, rounds=30, patience=2, meta_lr_bn=0.0, meta_lr_lr=0.0, meta_lr_scale=0.0, fraction=1.0, estimator="fomaml")
     losses = [r["val_loss"] for r in FedL2P(model, still).fit(federation.seen, workers=1, track=quiet).history]
-    assert len(losses) < 30 and min(losses) == losses[-3] and min(losses) < min(losses[-2:])
+    assert len(losses) < 30 and losses.index(min(losses)) == len(losses) - 3
 
 
 def test_ablations_move_only_their_meta_net(model, federation):
@@ -136,6 +135,29 @@ def test_k_counts_passes_over_the_validation_samples(model, federation):
     wide = replace(client, val=client.train + client.val)
     n = len(list(meta_steps(model, replace(QUICK, batch_size=16), MetaNets.for_model(model, 0.05), wide, 2, ("x",))))
     assert n == 2 * -(-len(wide.val) // 16)
+
+
+def test_the_validation_loss_is_that_of_all_samples_and_of_the_lambda_that_was_sent(model, federation):
+    client = replace(federation.seen[0], val=federation.seen[0].train + federation.seen[0].val)
+    config = replace(QUICK, batch_size=8)
+    sent = MetaNets.for_model(model, 0.05).state_dict()
+    reports = [learn_client(model, replace(config, meta_lr_bn=zeta, meta_lr_lr=zeta), sent, client, 1).report["val_loss"] for zeta in (0.0, 1.0)]
+    assert reports[0] == reports[1]
+
+
+def test_a_lambda_under_which_somebody_diverges_is_not_the_best():
+    from fedl2p.learner import _record
+
+    reports = {"a": {"val_loss": 0.1, "diverging": 0}}
+    assert _record(Round(1, {}, reports, {"b": "ValueError: train is empty"}))["val_loss"] == 0.1
+    assert _record(Round(1, {}, reports, {"b": "FloatingPointError: the loss is nan"}))["val_loss"] is None
+    assert _record(Round(1, {}, {}, {"b": "ValueError: train is empty"}))["val_loss"] is None
+
+
+def test_other_clients_do_not_go_on(model, federation, tmp_path):
+    FedL2P(model, QUICK).fit(federation.seen, tmp_path, workers=1, track=quiet)
+    with pytest.raises(ValueError, match="model and clients was"):
+        FedL2P(model, QUICK).fit(digits_federation(5, 5, alpha=0.1, size=30).seen, tmp_path, workers=1, track=quiet)
 
 
 def test_budget_of_l2p():
@@ -191,13 +213,15 @@ def test_a_policy_comes_back_from_its_file(model, federation, tmp_path):
     learner.save(tmp_path / "policy.safetensors")
     again = FedL2P.load(small_cnn(width=4), tmp_path / "policy.safetensors")
     assert same(learner, again) and again.config == config
+    with pytest.warns(RuntimeWarning, match="learned for other weights"):
+        FedL2P.load(small_cnn(width=4, seed=9), tmp_path / "policy.safetensors")
     with pytest.raises(ValueError, match="another model"):
         FedL2P.load(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), tmp_path / "policy.safetensors")
 
 
 def test_checkpoint_of_another_model_or_damaged(model, federation, tmp_path):
     FedL2P(model, QUICK).fit(federation.seen, tmp_path, workers=1, track=quiet)
-    with pytest.raises(ValueError, match="model was"):
+    with pytest.raises(ValueError, match="model and clients was"):
         FedL2P(small_cnn(width=4, seed=5), QUICK).fit(federation.seen, tmp_path, workers=1, track=quiet)
     assert [json.loads(line)["round"] for line in (tmp_path / "rounds.jsonl").read_text().splitlines()] == [1, 2, 3]
     (tmp_path / "checkpoint.safetensors").write_bytes(b"oops")
