@@ -6,6 +6,7 @@
 __all__ = ['plain_lines', 'progress', 'demo', 'main']
 
 # %% ../nbs/cli.ipynb #a83937f0
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -41,6 +42,8 @@ def progress() -> Iterator:
             for item in rounds:
                 yield item
                 bars.advance(task)
+            bars.remove_task(task)  # a long run has more bars than a terminal has lines
+            bars.console.print(f"{title}: {total}/{total}")
 
         yield track
 
@@ -74,6 +77,7 @@ def main(
     try:
         tyro.extras.subcommand_cli_from_dict({"demo": demo}, prog="fedl2p", description="FedL2P: federated learning to personalize.", args=args, config=options)
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # whoever presses it again does not want to wait for the clients at work
         print("\nstopped; what is done is kept, and the same command goes on from there", file=sys.stderr)
         return 130
     except (ValueError, OSError, RuntimeError) as error:

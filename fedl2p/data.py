@@ -63,6 +63,10 @@ class Client:
     test: Data # to judge by, in the end
     domain: str = "" # the kind of its data, for plots and analysis
 
+    def __post_init__(self):
+        if not isinstance(self.id, str):
+            raise ValueError(f"id is {self.id!r}; allowed is text")
+
     def to(self, device: torch.device | str) -> "Client":
         return Client(self.id, *(part.to(device) for part in (self.train, self.val, self.test)), self.domain)
 
@@ -107,7 +111,10 @@ def check(
         if not data.x.isfinite().all():
             raise ValueError(f"client {client.id!r}: {part}.x has {(~data.x.isfinite()).sum()} values that are not finite")
         with torch.no_grad(), evaluating(model):
-            classes = model(data.x[:1]).shape[1]
+            out = model(data.x[:1])
+        if not isinstance(out, Tensor) or out.dim() != 2:
+            raise ValueError(f"the model returns {f'shape {list(out.shape)}' if isinstance(out, Tensor) else type(out).__name__} for one sample; allowed is a tensor [1, classes]")
+        classes = out.shape[1]
         if data.y.min() < 0 or data.y.max() >= classes:
             raise ValueError(f"client {client.id!r}: {part}.y goes from {data.y.min()} to {data.y.max()}; allowed are labels from 0 to {classes - 1}, the model's outputs")
 

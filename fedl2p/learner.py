@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .bn import bn_layers, bn_mode, mix_bn
 from .data import Client, Data, check, generator
