@@ -209,8 +209,9 @@ def plot_strategies(found: Sequence[dict], names: tuple[Sequence[str], Sequence[
                 some = [r[key] for r in found if (r["method"], r["domain"]) == (method, domain)]
                 x = [i + 0.7 * ((d + 0.5) / len(domains) - 0.5) for i in range(len(labels))]
                 ax.plot(x * len(some), [value for values in some for value in values], ".", color=f"C{d}", alpha=0.5, label=domain)
-            ax.set(ylabel=key, title=method, xticks=range(len(labels)), ylim=(-0.05, 1.05) if key == "beta" else None)
+            ax.set(ylabel=key, title=method, xticks=range(len(labels)))
             ax.set_xticklabels(labels, rotation=60, ha="right")
+    axes[0, 0].set_ylim(-0.05, 1.05)
     if methods:
         axes[0, 1].legend(fontsize="small", ncol=2)
     return fig
@@ -315,10 +316,11 @@ def write_results(out: Path, found: dict[int, list[dict]], rows: Rows) -> None:
 
     lines = [json.dumps({"seed": seed, **r}, allow_nan=False) for seed, some in found.items() for r in some]
     write_file(out / "clients.jsonl", ("\n".join(lines) + "\n").encode())
-    write_file(out / "table.md", markdown(rows).encode())
+    write_file(out / "table.md", f"{markdown(rows)}\nTest accuracy in percent: mean and standard deviation over the seeds {', '.join(map(str, found))}.\n".encode())
     histories = {(path.parent.name, path.parent.parent.name): [json.loads(line) for line in path.read_text().splitlines()] for seed in found for path in sorted(out.glob(f"seed-{seed}/fedl2p-*/rounds.jsonl"))}
     last = [{**r, "method": f"{r['method']}, seed {list(found)[-1]}"} for r in list(found.values())[-1] if r["method"].startswith("FedL2P")]
     names = [name for name, m in small_cnn().named_modules() if isinstance(m, nn.BatchNorm2d)], [name for name, _ in small_cnn().named_parameters()]
+    write_json(out / "layers.json", {"beta": names[0], "eta": names[1]})
     with matplotlib.rc_context({"backend": "agg"}):
         import matplotlib.pyplot as plt
 

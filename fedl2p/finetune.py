@@ -120,7 +120,8 @@ def finetune(
     "Fine-tune by SGD with a learning rate for each tensor, from the pretrained weights."
     generator = generator or torch.Generator().manual_seed(0)
     beta_buffers(model, strategy.beta), eta_by_name(model, strategy)  # both refuse what does not fit the model
-    hyper = {"beta": strategy.beta.detach(), "eta": strategy.eta.detach()}
+    tunable = strategy.eta.new_tensor([w.requires_grad for w in model.parameters()])  # who froze a tensor by hand wants it frozen
+    hyper = {"beta": strategy.beta.detach(), "eta": strategy.eta.detach() * tunable}
     weights = {name: w.detach() for name, w in model.named_parameters()}
     buffers = client_buffers(model, data.x, statistics)
     steps = [loss_on(model, lambda part=part: data[part], buffers, training=True) for part in batches(len(data), epochs, batch_size, generator)]
@@ -165,7 +166,7 @@ def as_module(
 ) -> nn.Module: # a copy in evaluation mode
     "A fine-tuned model as an ordinary module, to keep or to ship."
     copy = deepcopy(model).eval()
-    copy.load_state_dict({**tuned.state, **beta_buffers(model, tuned.strategy.beta)})
+    copy.load_state_dict({**tuned.state, **beta_buffers(model, tuned.strategy.beta)}, strict=False)  # a tensor that stands in two places comes once
     for layer in bn_layers(copy).values():
         layer.mode = tuned.strategy.bn
     return copy

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .bn import bn_layers, bn_mode, mix_bn
 from .data import Client, Data, check, generator
@@ -57,7 +57,7 @@ class Config:
     beta: float = 0.0 # mixing ratio of every batch norm, with learn=lr
     statistics: Literal["running", "exact"] = "running" # how a client's batch-norm statistics start
     hidden: int = 100 # neurons in each hidden layer of the meta-nets
-    seed: int = 0 # of everything random
+    seed: int = 0 # of everything random (an experiment has seeds of its own)
 
     def __post_init__(self):
         allowed = {"estimator": ESTIMATORS, "hvp": HVPS, "learn": ("both", "bn", "lr"), "statistics": STATISTICS}
@@ -69,8 +69,9 @@ class Config:
                 raise ValueError(f"{name} is {getattr(self, name)}; allowed are whole numbers from 1 on")
         if self.neumann_terms < 0 or not self.psi > 0 or (self.last is not None and self.last < 1):
             raise ValueError(f"neumann_terms is {self.neumann_terms}, psi {self.psi} and last {self.last}; allowed are numbers from 0 on, above 0, and from 1 on")
-        if not 0 < self.fraction <= 1 or not 0 <= self.beta <= 1 or not math.isfinite(self.lr) or self.clip <= 0:
-            raise ValueError(f"fraction is {self.fraction}, beta {self.beta}, lr {self.lr} and clip {self.clip}; allowed are (0, 1], [0, 1], finite numbers, and numbers above 0")
+        for name, allowed, good in (("fraction", "(0, 1]", 0 < self.fraction <= 1), ("beta", "[0, 1]", 0 <= self.beta <= 1), ("lr", "(0, infinity)", 0 < self.lr < math.inf), ("clip", "(0, infinity)", 0 < self.clip < math.inf)):
+            if not good:
+                raise ValueError(f"{name} is {getattr(self, name)}; allowed are numbers in {allowed}")
 
 # %% ../nbs/07_learner.ipynb #8388dd93
 def policy(
@@ -319,6 +320,8 @@ def _fit(learner: FedL2P, clients: Sequence[Client], folder: str | Path | None, 
                 break
     learner.history = history
     learner.metanets.load_state_dict(best)
+    if all(torch.equal(best[name], t) for name, t in start.items()) and not all(torch.equal(state[name], t) for name, t in start.items()):
+        warnings.warn("the lowest validation loss was that of the meta-nets at their start, and so they are as they were; each round asks other clients: more rounds, or a larger fraction, may tell better", RuntimeWarning, stacklevel=3)
 
 
 def _prefixed(which: str, state: State) -> State:

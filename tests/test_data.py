@@ -129,3 +129,15 @@ def test_clients_move_between_devices_and_keep_their_names():
     client = Client("x", *[Data(torch.zeros(2, 1), torch.tensor([0, 1]))] * 3, "home")
     moved = client.to("meta")
     assert moved.train.x.device.type == "meta" and (moved.id, moved.domain) == ("x", "home")
+
+
+def test_ids_are_text_and_models_classify(client):
+    with pytest.raises(ValueError, match="id is 5; allowed is text"):
+        make_client(5, client.train)
+
+    class Pair(torch.nn.Module):
+        def forward(self, x):
+            return x, x
+
+    with pytest.raises(ValueError, match="the model returns tuple"):
+        check(client, Pair())

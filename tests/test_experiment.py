@@ -92,16 +92,36 @@ def test_ctrl_c_says_how_to_go_on_and_leaves_no_process(tmp_path):
     said, log = process.communicate(timeout=60)
     assert process.returncode == 130, log
     assert "the same command goes on from there" in log and "Traceback" not in log
+    assert_ends(process.pid)
+
+
+def assert_ends(session: int) -> None:
     limit = time.time() + 30
-    while alive(process.pid) and time.time() < limit:
+    while alive(session) and time.time() < limit:
         time.sleep(0.1)
-    assert not alive(process.pid)
+    assert not alive(session)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for left-over processes in /proc")
+@pytest.mark.parametrize("gap", [0.1, 0.5])
+def test_ctrl_c_twice_does_not_hang(tmp_path, gap):
+    process = start(tmp_path / "out")
+    wait_for(process, (tmp_path / "out" / "seed-3" / "pretraining.safetensors").exists)
+    os.killpg(process.pid, signal.SIGINT)
+    time.sleep(gap)
+    try:
+        os.killpg(process.pid, signal.SIGINT)
+    except ProcessLookupError:  # it was quicker
+        pass
+    process.communicate(timeout=30)
+    assert process.returncode in (130, -signal.SIGINT)
+    assert_ends(process.pid)
 
 
 def test_the_folder(unbroken):
     out, said = unbroken
-    table = (out / "table.md").read_text()
-    assert table in said and "FT (BN I), best rate" in table
+    table, _, seeds = (out / "table.md").read_text().partition("\n\n")
+    assert table in said and seeds.endswith("over the seeds 3.\n") and "FT (BN I), best rate" in table
     found = [json.loads(line) for line in (out / "clients.jsonl").read_text().splitlines()]
     assert {r["method"] for r in found} >= {"no fine-tuning", "L2P", "FedL2P, ift", "FedL2P, fomaml"}
     assert all(0 <= r["accuracy"] <= 1 and len(r["beta"]) == 3 and len(r["eta"]) == 11 for r in found)
@@ -126,7 +146,7 @@ def test_another_seed_goes_into_the_same_folder(unbroken, capsys):
 
 @pytest.mark.parametrize("wrong, words", [
     (["--clients", "7"], "clients is 7"), (["--alpha", "0"], "alpha is 0.0"), (["--seeds", "1", "1"], "seeds is (1, 1)"), (["--seeds"], "seeds is ()"), (["--workers", "0"], "workers is 0"),
-    (["--rounds", "0"], "rounds is 0"), (["--device", "tpu"], "device is 'tpu'"), (["--seed", "3"], "takes its seeds from --seeds"), (["--fraction", "2"], "fraction is 2.0"), (["--unseen", "-5"], "unseen -5")])
+    (["--rounds", "0"], "rounds is 0"), (["--device", "tpu"], "device is 'tpu'"), (["--seed", "3"], "takes its seeds from --seeds"), (["--fraction", "2"], "fraction is 2.0"), (["--unseen", "-5"], "unseen -5"), (["--seeds", "-1"], "seeds is (-1,)"), (["--lr", "0"], "lr is 0.0")])
 def test_wrong_options_are_explained_and_leave_nothing(wrong, words, tmp_path, capsys):
     try:
         code = main(["demo", "--out", str(tmp_path / "out"), *wrong])

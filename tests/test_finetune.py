@@ -135,3 +135,27 @@ def test_wrong_arguments(model, client):
         evaluate(model, finetune(model, bn_g(model, 0.1), client.train, epochs=1), client.test[:0])
     with pytest.raises(ValueError, match="eta has 2 numbers"):
         finetune(model, Strategy(torch.zeros(3), torch.zeros(2)), client.train)
+
+
+def test_a_tensor_frozen_by_hand_stays_frozen(client):
+    plain = small_cnn(width=4)
+    plain.conv1.weight.requires_grad_(False)
+    mixed = mix_bn(plain, verbose=False)
+    tuned = finetune(mixed, bn_g(mixed, 0.1), client.train, epochs=1)
+    assert torch.equal(tuned.path.end["conv1.weight"], plain.conv1.weight) and not torch.equal(tuned.path.end["conv2.weight"], plain.conv2.weight)
+
+
+def test_tied_weights_become_a_module(client):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.head = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 10)
+            self.b.weight = self.a.weight
+
+        def forward(self, x):
+            return self.head(self.b(self.a(x.flatten(1)).relu()).relu())
+
+    tied = mix_bn(Tied(), verbose=False)
+    tuned = finetune(tied, bn_g(tied, 0.1), client.train, epochs=1)
+    module = as_module(tied, tuned)
+    assert module.a.weight is module.b.weight and torch.equal(module.b.weight, tuned.path.end["a.weight"])

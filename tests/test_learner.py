@@ -30,6 +30,7 @@ from fedl2p.learner import (
 from fedl2p.metanet import MetaNets
 from fedl2p.profile import profile
 
+pytestmark = pytest.mark.filterwarnings("ignore:the lowest validation loss was that of the meta-nets at their start")
 QUICK = Config(lr=0.05, epochs=1, rounds=3, fraction=0.5, meta_steps=1)
 
 
@@ -56,7 +57,7 @@ def test_defaults_are_the_papers():
         c.lr = 1.0
 
 
-@pytest.mark.parametrize("wrong", [{"estimator": "adam"}, {"hvp": "none"}, {"learn": "all"}, {"statistics": "mean"}, {"epochs": 0}, {"rounds": 0}, {"meta_steps": 0}, {"fraction": 0.0}, {"fraction": float("nan")}, {"beta": 2.0}, {"lr": float("nan")}, {"clip": 0.0}])
+@pytest.mark.parametrize("wrong", [{"estimator": "adam"}, {"hvp": "none"}, {"learn": "all"}, {"statistics": "mean"}, {"epochs": 0}, {"rounds": 0}, {"meta_steps": 0}, {"fraction": 0.0}, {"fraction": float("nan")}, {"beta": 2.0}, {"lr": float("nan")}, {"lr": -1.0}, {"clip": 0.0}, {"psi": 0.0}, {"neumann_terms": -1}, {"last": 0}])
 def test_wrong_settings(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Config(**wrong)
@@ -96,6 +97,12 @@ def test_best_lambda_is_the_one_that_was_sent(model, federation):
         start = dict(FedL2P(model, QUICK).metanets.state_dict())
         rounds = list(fedavg(start, federation.seen, partial(learn_client, learner.model, learner.config), best, 0.5, workers=1))
         assert all(torch.equal(v, rounds[-1].state[k]) for k, v in learner.metanets.state_dict().items())
+
+
+def test_it_says_when_nothing_was_kept(model, federation):
+    with pytest.warns(RuntimeWarning, match="as they were"):
+        learner = FedL2P(model, replace(QUICK, rounds=1)).fit(federation.seen, workers=1, track=quiet)
+    assert same(learner, FedL2P(model, QUICK))
 
 
 def test_patience(model, federation):
