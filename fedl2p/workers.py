@@ -107,8 +107,8 @@ def _in_processes(function: Callable, arguments: Sequence[tuple], workers: int) 
     from joblib.externals.loky import get_reusable_executor
 
     packed, todo, flying = _pack(function), deque(arguments), deque()
-    # The same pool in every call, or a new one if a process died.
-    pool = partial(get_reusable_executor, workers, timeout=300, initializer=_start_worker, initargs=(os.getpid(),), env={"OMP_NUM_THREADS": "1"})
+    # The same pool in every call, or a new one if a process died. Workers without work end after some seconds: a process that was forked (as by nbdev_test) waits for them when it ends.
+    pool = partial(get_reusable_executor, workers, timeout=15, initializer=_start_worker, initargs=(os.getpid(),), env={"OMP_NUM_THREADS": "1"})
 
     def submit(a: tuple) -> Future:
         return pool().submit(_serve, packed, _pack(a))
