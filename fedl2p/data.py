@@ -98,23 +98,29 @@ def make_client(
     return Client(id, train, val, test, domain)
 
 # %% ../nbs/04_data.ipynb #99721a10
+def _outputs(model: nn.Module, x: Tensor) -> int:
+    "How many classes the model tells apart."
+    with torch.no_grad(), evaluating(model):
+        out = model(x)
+    if not isinstance(out, Tensor) or out.dim() != 2:
+        raise ValueError(f"the model returns {f'shape {list(out.shape)}' if isinstance(out, Tensor) else type(out).__name__} for one sample; allowed is a tensor [1, classes]")
+    return out.shape[1]
+
+
 def check(
     client: Client,
     model: nn.Module, # that is to work on it; one sample goes through, to count the outputs
     parts: Sequence[str] = ("train", "val"), # that are needed
 ) -> None:
     "Raise ValueError if work on the client would fail or mislead."
+    classes = None
     for part in parts:
         data = getattr(client, part)
         if len(data) == 0:
             raise ValueError(f"client {client.id!r}: {part} is empty; allowed is at least one sample")
         if not data.x.isfinite().all():
             raise ValueError(f"client {client.id!r}: {part}.x has {(~data.x.isfinite()).sum()} values that are not finite")
-        with torch.no_grad(), evaluating(model):
-            out = model(data.x[:1])
-        if not isinstance(out, Tensor) or out.dim() != 2:
-            raise ValueError(f"the model returns {f'shape {list(out.shape)}' if isinstance(out, Tensor) else type(out).__name__} for one sample; allowed is a tensor [1, classes]")
-        classes = out.shape[1]
+        classes = _outputs(model, data.x[:1]) if classes is None else classes
         if data.y.min() < 0 or data.y.max() >= classes:
             raise ValueError(f"client {client.id!r}: {part}.y goes from {data.y.min()} to {data.y.max()}; allowed are labels from 0 to {classes - 1}, the model's outputs")
 

@@ -28,10 +28,10 @@ from . import __version__
 from .bn import mix_bn
 from .data import Client, Federation, digits_federation
 from .digits import SHIFTS, small_cnn
-from .federated import pretrain, quiet
+from .federated import changed, pretrain, quiet
 from .finetune import GRID, baselines
 from .learner import Config, FedL2P, Result, l2p_client, l2p_passes, score_all, score_strategies
-from .metanet import write_file
+from .metanet import signature, write_file
 from .workers import cores
 
 # %% ../nbs/11_experiment.ipynb #d60c0e5e
@@ -269,15 +269,13 @@ def open_folder(
     settings: dict, # of the run, as JSON
 ) -> None:
     "Make a result folder, or make sure that it belongs to a run with the same settings."
-    settings, config = json.loads(json.dumps(settings)), out / "config.json"
+    config = out / "config.json"
     try:
         out.mkdir(parents=True, exist_ok=True)
         there = {p.name for p in out.iterdir()} - {"config.json", "versions.json"}
         if there and not config.exists():
             raise ValueError(f"out is {out}, which holds other files; choose a new or an empty folder")
-        before = part(config, lambda: settings) if there else settings
-        if other := [key for key in {**settings, **before} if settings.get(key) != before.get(key)]:
-            changes = ", ".join(f"{key} was {before.get(key)!r} and is {settings.get(key)!r}" for key in other)
+        if there and (changes := changed(part(config, lambda: settings), settings)):
             raise ValueError(f"{out} holds results for other settings: {changes}; choose another folder with --out, or delete this one")
         write_json(config, settings)
         if part(out / "versions.json", versions) != versions():
@@ -319,11 +317,11 @@ def write_results(out: Path, found: dict[int, list[dict]], rows: Rows) -> None:
     write_file(out / "table.md", f"{markdown(rows)}\nTest accuracy in percent: mean and standard deviation over the seeds {', '.join(map(str, found))}.\n".encode())
     histories = {(path.parent.name, path.parent.parent.name): [json.loads(line) for line in path.read_text().splitlines()] for seed in found for path in sorted(out.glob(f"seed-{seed}/fedl2p-*/rounds.jsonl"))}
     last = [{**r, "method": f"{r['method']}, seed {list(found)[-1]}"} for r in list(found.values())[-1] if r["method"].startswith("FedL2P")]
-    names = [name for name, m in small_cnn().named_modules() if isinstance(m, nn.BatchNorm2d)], [name for name, _ in small_cnn().named_parameters()]
-    write_json(out / "layers.json", {"beta": names[0], "eta": names[1]})
+    names = signature(small_cnn())
+    write_json(out / "layers.json", {"beta": names.bn_layers, "eta": names.tensors})
     with matplotlib.rc_context({"backend": "agg"}):
         import matplotlib.pyplot as plt
 
-        for name, fig in {"accuracy": plot_accuracy(rows), "learning": plot_learning(histories), "strategies": plot_strategies(last, names)}.items():
+        for name, fig in {"accuracy": plot_accuracy(rows), "learning": plot_learning(histories), "strategies": plot_strategies(last, (names.bn_layers, names.tensors))}.items():
             fig.savefig(out / f"{name}.png", dpi=120)
             plt.close(fig)

@@ -24,7 +24,7 @@ from .data import Client, Data, check, generator
 from .federated import Round, Update, bar, fedavg, fingerprint, load_checkpoint, quiet, save_checkpoint
 from .finetune import STATISTICS, Score, State, as_module, batches, finetune, loss_on, score_client
 from .hypergrad import HVPS, Hyper, fomaml, ift, unrolled
-from .metanet import POLICY, MetaNets, Strategy, load_tensors, signature, write_file
+from .metanet import POLICY, MetaNets, Strategy, load_tensors, write_file
 from .profile import Profile, evaluating, profile
 from .workers import each, workers_for
 
@@ -95,6 +95,18 @@ def hypergradient(
     return partial(unrolled, last=config.last, hvp=config.hvp) if config.estimator == "unrolled" else fomaml
 
 # %% ../nbs/07_learner.ipynb #872238b6
+def _tuning(config: Config) -> dict:
+    "Options of `finetune`."
+    return {"epochs": config.epochs, "batch_size": config.batch_size, "statistics": config.statistics}
+
+
+def _with_state(model: nn.Module, config: Config, state: State) -> MetaNets:
+    "Meta-nets with the numbers that the server sent."
+    metanets = MetaNets.for_model(model, config.lr, config.hidden)
+    metanets.load_state_dict(state)
+    return metanets
+
+
 def meta_steps(
     model: nn.Module, # pretrained, as returned by `mix_bn`
     config: Config,
@@ -106,7 +118,7 @@ def meta_steps(
     "Gradient descent on the meta-nets with one client's hypergradients (Algorithm 1, lines 6-11)."
     zeta = {"bn_net": config.meta_lr_bn, "lr_net": config.meta_lr_lr, "eta_scale": config.meta_lr_scale}
     known, estimate = profile(model, client.train.x), hypergradient(config)
-    walk = {"epochs": config.epochs, "batch_size": config.batch_size, "statistics": config.statistics, "full": True}
+    walk = {**_tuning(config), "full": True}
     if config.estimator == "unrolled":  # keep about as many weights as it later computes anew at a time
         walk["every"] = max(1, math.isqrt(config.epochs * math.ceil(len(client.train) / config.batch_size)))
     for k, part in enumerate(batches(len(client.val), passes, config.batch_size, generator(*key, "validation"))):
@@ -139,8 +151,7 @@ def learn_client(
     "What a client does in a round of FedL2P."
     client = client.to(next(model.parameters()).device)
     check(client, model)
-    metanets = MetaNets(signature(model), config.lr, config.hidden).to(client.train.x.device)
-    metanets.load_state_dict(state)
+    metanets = _with_state(model, config, state)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         losses = list(meta_steps(model, config, metanets, client, config.meta_steps, (config.seed, "learning", number, client.id)))
@@ -166,7 +177,7 @@ def _ready(client: Client, model: nn.Module, held_out: bool = True) -> Client:
 
 def _personal(config: Config, id: str) -> dict:
     "Options of `finetune` when a client is personalized."
-    return {"epochs": config.epochs, "batch_size": config.batch_size, "statistics": config.statistics, "generator": generator(config.seed, "personalize", id)}
+    return {**_tuning(config), "generator": generator(config.seed, "personalize", id)}
 
 
 def score_strategies(
@@ -189,8 +200,7 @@ def score_policy(
 ) -> Result:
     "One client under the strategy that meta-nets make for it."
     client = _ready(client, model)
-    metanets = MetaNets(signature(model), config.lr, config.hidden).to(client.train.x.device)
-    metanets.load_state_dict(state)
+    metanets = _with_state(model, config, state)
     with torch.no_grad():
         strategy = policy(metanets, profile(model, (client.train + client.val).x), config)
     return score_strategies(model, {"": strategy}, config, client)[""]
@@ -355,7 +365,7 @@ def l2p_client(
     "L2P: one client learns meta-nets for itself, and is personalized by the best of them."
     client = client.to(next(model.parameters()).device)
     check(client, model)
-    metanets = MetaNets(signature(model), config.lr, config.hidden, config.seed).to(client.train.x.device)
+    metanets = MetaNets.for_model(model, config.lr, config.hidden, config.seed)
     lowest, best = float("inf"), {name: t.clone() for name, t in metanets.state_dict().items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
