@@ -41,12 +41,13 @@ def average(
         total, first = total + weight, first or state
         for name, t in state.items():
             if t.is_floating_point():
-                sums[name] = t.double() * weight + sums.get(name, 0)
+                wide = t.cpu() if t.device.type == "mps" else t  # which has no double precision
+                sums[name] = wide.double() * weight + sums.get(name, 0)
             else:
                 sums[name] = torch.maximum(t, sums.get(name, t))
     if total == 0:
         raise ValueError("all weights are 0; allowed is at least one above 0")
-    return {name: (sums[name] / total).to(t.dtype) if t.is_floating_point() else sums[name] for name, t in first.items()}
+    return {name: (sums[name] / total).to(t) if t.is_floating_point() else sums[name] for name, t in first.items()}
 
 # %% ../nbs/06_federated.ipynb #28e04740
 def sample(
@@ -204,11 +205,15 @@ class Recipe(NamedTuple):
     lr: float = 0.1 # at the start
     batch_size: int = 32
     drops: tuple[float, ...] = (0.5, 0.75) # when the rate drops to a tenth, in parts of all rounds
+    final_lr: float | None = None # fall to this rate in equal ratios, round by round, instead of the drops: the paper's way for Speech Commands
+    augment: str = "none" # see `fedl2p.finetune.batch_of`
     inner_lr: float = 0.01 # of PerFedAvg: the rate of the step that a client will take
     seed: int = 0
 
     def lr_of(self, number: int) -> float:
         "The rate in a round."
+        if self.final_lr is not None:
+            return self.lr * (self.final_lr / self.lr) ** (number / self.rounds)
         return self.lr * 0.1 ** sum(number > drop * self.rounds for drop in self.drops)
 
 
@@ -225,7 +230,7 @@ def train_client(
     buffers = {name: state[name].clone() for name, _ in model.named_buffers()}  # PyTorch's own batch norms change them in place
     weights = {name: state[name] for name, _ in model.named_parameters()}
     lr, key = recipe.lr_of(number), (recipe.seed, "pretraining", number, client.id)
-    losses_of = partial(step_losses, model, client.train, epochs=recipe.epochs, batch_size=recipe.batch_size)
+    losses_of = partial(step_losses, model, client.train, epochs=recipe.epochs, batch_size=recipe.batch_size, augment=recipe.augment)
     with evaluating(model), seeded(generator(*key, "dropout").initial_seed(), client.train.x.device):
         if recipe.method == "perfedavg":
             spare = {name: b.clone() for name, b in buffers.items()}  # batch-norm statistics move at the weights themselves, not at the points around them

@@ -22,7 +22,7 @@ from torch import nn
 from .bn import bn_layers, bn_mode, mix_bn
 from .data import Client, Data, check, generator
 from .federated import Round, Update, bar, fedavg, fingerprint, load_checkpoint, quiet, save_checkpoint
-from .finetune import STATISTICS, Score, State, as_module, batches, finetune, loss_on, score_client
+from .finetune import AUGMENTS, STATISTICS, Score, State, as_module, batch_of, batches, finetune, loss_on, score_client
 from .hypergrad import HVPS, Hyper, fomaml, ift, unrolled
 from .metanet import POLICY, MetaNets, Strategy, load_tensors, write_file
 from .profile import Profile, evaluating, profile
@@ -56,11 +56,13 @@ class Config:
     learn: Literal["both", "bn", "lr"] = "both" # which meta-nets; bn: every tensor has rate lr, lr: every batch norm has ratio beta
     beta: float = 0.0 # mixing ratio of every batch norm, with learn=lr
     statistics: Literal["running", "exact"] = "running" # how a client's batch-norm statistics start
+    augment: Literal["none", "crop-flip"] = "none" # looks of training images; the authors' code for CIFAR-10 has crop-flip
+    keep: Literal["lowest", "paired"] = "lowest" # the lambda with the lowest validation loss; or with the lowest above that of the untrained meta-nets on the same clients
     hidden: int = 100 # neurons in each hidden layer of the meta-nets
     seed: int = 0 # of everything random (an experiment has seeds of its own)
 
     def __post_init__(self):
-        allowed = {"estimator": ESTIMATORS, "hvp": HVPS, "learn": ("both", "bn", "lr"), "statistics": STATISTICS}
+        allowed = {"estimator": ESTIMATORS, "hvp": HVPS, "learn": ("both", "bn", "lr"), "statistics": STATISTICS, "augment": AUGMENTS, "keep": ("lowest", "paired")}
         for name, values in allowed.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; allowed are {', '.join(values)}")
@@ -97,7 +99,7 @@ def hypergradient(
 # %% ../nbs/07_learner.ipynb #872238b6
 def _tuning(config: Config) -> dict:
     "Options of `finetune`."
-    return {"epochs": config.epochs, "batch_size": config.batch_size, "statistics": config.statistics}
+    return {"epochs": config.epochs, "batch_size": config.batch_size, "statistics": config.statistics, "augment": config.augment}
 
 
 def _with_state(model: nn.Module, config: Config, state: State) -> MetaNets:
@@ -105,6 +107,11 @@ def _with_state(model: nn.Module, config: Config, state: State) -> MetaNets:
     metanets = MetaNets.for_model(model, config.lr, config.hidden)
     metanets.load_state_dict(state)
     return metanets
+
+
+def _profile(model: nn.Module, config: Config, data: Data, key: tuple) -> Profile:
+    "The profile of samples as fine-tuning will see them."
+    return profile(model, batch_of(data, torch.arange(len(data)), config.augment, generator(*key, "profile"))().x)
 
 
 def meta_steps(
@@ -117,16 +124,16 @@ def meta_steps(
 ) -> Iterator[float]: # the validation loss before each step
     "Gradient descent on the meta-nets with one client's hypergradients (Algorithm 1, lines 6-11)."
     zeta = {"bn_net": config.meta_lr_bn, "lr_net": config.meta_lr_lr, "eta_scale": config.meta_lr_scale}
-    known, estimate = profile(model, client.train.x), hypergradient(config)
+    known, estimate = _profile(model, config, client.train, key), hypergradient(config)
     walk = {**_tuning(config), "full": True}
     if config.estimator == "unrolled":  # keep about as many weights as it later computes anew at a time
         walk["every"] = max(1, math.isqrt(config.epochs * math.ceil(len(client.train) / config.batch_size)))
     for k, part in enumerate(batches(len(client.val), passes, config.batch_size, generator(*key, "validation"))):
         strategy, numbers = policy(metanets, known, config), generator(*key, "training", k)
         tuned = finetune(model, strategy, client.train, generator=numbers, **walk)
-        fresh = torch.randperm(len(client.train), generator=numbers)[:config.batch_size]
+        fresh = batch_of(client.train, torch.randperm(len(client.train), generator=numbers)[:config.batch_size], config.augment, numbers)
         hyper, buffers = {"beta": strategy.beta.detach(), "eta": strategy.eta.detach()}, dict(tuned.buffers)
-        train_loss = loss_on(model, lambda fresh=fresh: client.train[fresh], buffers, training=False)
+        train_loss = loss_on(model, fresh, buffers, training=False)
         val_loss = loss_on(model, lambda part=part: client.val[part], buffers, training=False)
         with evaluating(model), bn_mode(model, "mix"):
             with torch.no_grad():
@@ -152,10 +159,13 @@ def learn_client(
     client = client.to(next(model.parameters()).device)
     check(client, model)
     metanets = _with_state(model, config, state)
+    key = config.seed, "learning", number, client.id
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        losses = list(meta_steps(model, config, metanets, client, config.meta_steps, (config.seed, "learning", number, client.id)))
+        losses = list(meta_steps(model, config, metanets, client, config.meta_steps, key))
     report = {"val_loss": losses[0], "diverging": sum("Neumann series diverges" in str(w.message) for w in said)}
+    if config.keep == "paired":  # the same client with the same random numbers, before anything was learned
+        report["start_loss"] = next(meta_steps(model, config, MetaNets.for_model(model, config.lr, config.hidden, config.seed), client, 1, key))
     return Update({name: t.detach() for name, t in metanets.state_dict().items()}, len(client.val), report)
 
 # %% ../nbs/07_learner.ipynb #dad1bc99
@@ -202,7 +212,7 @@ def score_policy(
     client = _ready(client, model)
     metanets = _with_state(model, config, state)
     with torch.no_grad():
-        strategy = policy(metanets, profile(model, (client.train + client.val).x), config)
+        strategy = policy(metanets, _profile(model, config, client.train + client.val, (config.seed, "personalize", client.id)), config)
     return score_strategies(model, {"": strategy}, config, client)[""]
 
 # %% ../nbs/07_learner.ipynb #ad3b7633
@@ -234,9 +244,9 @@ class FedL2P:
         client: Client | Data, # of a client, training and validation samples together
     ) -> Strategy: # beta and eta for it
         "How this client should fine-tune: one forward pass over its data."
-        data, _ = self._data(client)
+        data, id = self._data(client)
         with torch.no_grad():
-            return policy(self.metanets, profile(self.model, data.x), self.config)
+            return policy(self.metanets, _profile(self.model, self.config, data, (self.config.seed, "personalize", id)), self.config)
 
     def personalize(
         self,
@@ -244,7 +254,7 @@ class FedL2P:
     ) -> nn.Module: # an ordinary module, in evaluation mode
         "The model, fine-tuned for this client."
         data, id = self._data(client)
-        return as_module(self.model, finetune(self.model, self.strategy(data), data, **_personal(self.config, id)))
+        return as_module(self.model, finetune(self.model, self.strategy(client), data, **_personal(self.config, id)))
 
     def _data(self, client: Client | Data) -> tuple[Data, str]:
         "All that a client fine-tunes on, checked, on the model's device; and its name."
@@ -343,11 +353,14 @@ def _record(r: Round) -> dict:
     losses = [report["val_loss"] for report in r.reports.values()]
     diverged = any(fault.startswith("FloatingPointError") for fault in r.failed.values())
     loss = None if diverged or not losses else sum(losses) / len(losses)
-    return {"round": r.number, "val_loss": loss, "clients": list(r.reports), "failed": r.failed, "diverging": sum(report["diverging"] for report in r.reports.values())}
+    record = {"round": r.number, "val_loss": loss, "clients": list(r.reports), "failed": r.failed, "diverging": sum(report["diverging"] for report in r.reports.values())}
+    starts = [report["start_loss"] for report in r.reports.values() if "start_loss" in report]
+    return {**record, "start_loss": sum(starts) / len(starts)} if starts else record
 
 
 def _loss(record: dict) -> float:
-    return float("inf") if record["val_loss"] is None else record["val_loss"]
+    "By which the best lambda is chosen."
+    return float("inf") if record["val_loss"] is None else record["val_loss"] - record.get("start_loss", 0.0)
 
 
 def _tired(history: list[dict], patience: int) -> bool:

@@ -59,7 +59,7 @@ def moments(
     x: Tensor, # a batch of what enters a layer, [N, J, ...]
 ) -> Moments: # of each channel, in double precision
     "Moments of one batch."
-    mean, var = (t.double() for t in batch_statistics(x))
+    mean, var = ((t.cpu() if t.device.type == "mps" else t).double() for t in batch_statistics(x))  # mps has no double precision
     n = x.numel() // x.shape[1]
     return Moments(n, mean, var * n)
 
