@@ -4,19 +4,26 @@
 
 # %% auto #0
 __all__ = ['CIFAR10_URL', 'CIFAR10_MD5', 'CIFAR10_BATCHES', 'CIFAR_MEAN', 'CIFAR_STD', 'CORRUPTIONS', 'CIFAR10C_URL',
-           'CIFAR10C_MD5', 'cifar10', 'corrupt', 'cifar10c']
+           'CIFAR10C_MD5', 'OFFICE_CLASSES', 'OFFICE_DOMAINS', 'DOMAINNET_CLASSES', 'DOMAINNET_DOMAINS',
+           'IMAGENET_MEAN', 'IMAGENET_STD', 'SPEECH_CLASSES', 'RATE', 'MIN_CLIPS', 'cifar10', 'corrupt', 'cifar10c',
+           'office', 'domainnet', 'speech']
 
 # %% ../nbs/10_datasets.ipynb #173c14f9
 import hashlib
 import os
+import pickle
+import wave
 import zipfile
-from collections.abc import Sequence
-from pathlib import Path
+import zlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from tqdm import tqdm
 
 from .data import Client, Data, generator, lda_partition, make_client, split
 
@@ -33,24 +40,25 @@ def _fetch(url: str, md5: str, root: Path, missing: Path, download: bool) -> Non
         raise FileNotFoundError(f"{missing} is not there, and {url} could not be downloaded ({error}); unpack it in {root} yourself") from error
 
 
-def _load(path: Path, **options):
-    "np.load without pickles, and with the file's name in its complaints."
-    if not path.exists():
-        raise FileNotFoundError(f"{path} is not there")
+_DAMAGE = (ValueError, OSError, EOFError, TypeError, AttributeError, zipfile.BadZipFile, zlib.error) # what numpy may say to a bad file
+
+
+def _load_npy(path: Path) -> np.ndarray:
+    "An array that stays on disk until it is used."
     try:
-        return np.load(path, allow_pickle=False, **options)
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} is damaged or no numpy file ({error}); delete it and get it again") from error
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    except _DAMAGE as error:
+        raise ValueError(f"{path} is damaged or no .npy file ({error}); delete it and get it again") from error
 
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
     "All arrays of an .npz file; zip's checksums notice damage."
     try:
-        with _load(path) as file:
+        with np.load(path, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
-    except (zipfile.BadZipFile, OSError, EOFError, AttributeError, TypeError) as error:  # the last two: an .npy under this name
-        if isinstance(error, FileNotFoundError):
-            raise
+    except FileNotFoundError:
+        raise
+    except _DAMAGE as error:
         raise ValueError(f"{path} is damaged or no .npz file ({error}); delete it and get it again") from error
 
 
@@ -116,7 +124,28 @@ def _balanced(y: np.ndarray, n: int, rng: torch.Generator, what: str) -> np.ndar
         rank[order[y[order] == c]] = np.arange((y == c).sum())
     return np.sort(order[np.argsort(rank[order], kind="stable")[:n]])
 
-# %% ../nbs/10_datasets.ipynb #c45a2c3c
+# %% ../nbs/10_datasets.ipynb #cf565ca0
+def _follow(y: np.ndarray, counts: np.ndarray, rng: torch.Generator) -> list[np.ndarray]:
+    "Deal samples with labels y equally, each client's labels in the proportions of its row of counts, as nearly as can be."
+    n_clients, classes = counts.shape
+    there = np.bincount(y, minlength=classes)
+    wish = counts / counts.sum(1, keepdims=True) * (len(y) // n_clients)
+    wish *= np.minimum(1, there / np.maximum(wish.sum(0), 1e-9))  # nobody gets what is not there
+    deal = np.floor(wish + 1e-9).astype(int)
+    need, left = len(y) // n_clients - deal.sum(1), there - deal.sum(0)
+    fractions = wish - deal + 1e-6 * torch.rand(wish.shape, generator=rng).numpy()  # chance decides between equals
+    for i, c in zip(*np.unravel_index(np.argsort(-fractions, axis=None), wish.shape), strict=True):
+        if need[i] and left[c]:
+            deal[i, c], need[i], left[c] = deal[i, c] + 1, need[i] - 1, left[c] - 1
+    for i in np.flatnonzero(need):
+        for c in range(classes):
+            n = min(need[i], left[c])
+            deal[i, c], need[i], left[c] = deal[i, c] + n, need[i] - n, left[c] - n
+    order = torch.randperm(len(y), generator=rng).numpy()
+    piles = [np.split(order[y[order] == c], deal[:, c].cumsum())[:-1] for c in range(classes)]
+    return [np.sort(np.concatenate(hand)) for hand in zip(*piles, strict=True)]
+
+# %% ../nbs/10_datasets.ipynb #47757b22
 def cifar10(
     root: str | Path, # folder with cifar10.npz or cifar-10-batches-bin/, or where to download it to
     n_clients: int = 1000, # C
@@ -128,14 +157,15 @@ def cifar10(
 ) -> list[Client]: # cifar10-0, cifar10-1, ...
     "CIFAR-10 dealt to clients by Dir(alpha); a client's test labels follow its training labels."
     arrays = _cifar10_arrays(Path(root), download)
-    hands = {}
-    for part, each in (("train", size), ("test", test_size)):
-        y = arrays[f"y_{part}"]
-        chosen = _balanced(y, n_clients * each, generator(seed, "cifar10", part), f"{part} images (n_clients x {each})")
-        hands[part] = [chosen[hand] for hand in lda_partition(torch.from_numpy(y[chosen].astype(np.int64)), n_clients, alpha, seed)]
+    chosen = {part: _balanced(arrays[f"y_{part}"], n_clients * each, generator(seed, "cifar10", part), f"{part} images (n_clients x {each})")
+              for part, each in (("train", size), ("test", test_size))}
+    x, y = ({part: arrays[f"{name}_{part}"][chosen[part]] for part in chosen} for name in "xy")
+    hands = {"train": [hand.numpy() for hand in lda_partition(torch.from_numpy(y["train"]), n_clients, alpha, seed)]}
+    counts = np.stack([np.bincount(y["train"][hand], minlength=10) for hand in hands["train"]])
+    hands["test"] = _follow(y["test"], counts, generator(seed, "cifar10", "deal the test images"))
     clients = []
     for i in range(n_clients):
-        rest, test = (Data(_scaled(arrays[f"x_{part}"][hands[part][i]], CIFAR_MEAN, CIFAR_STD), torch.from_numpy(arrays[f"y_{part}"][hands[part][i]].astype(np.int64))) for part in ("train", "test"))
+        rest, test = (Data(_scaled(x[part][hand], CIFAR_MEAN, CIFAR_STD), torch.from_numpy(y[part][hand]).long()) for part, hand in ((part, hands[part][i]) for part in chosen))
         train, val = split(rest, 0.2, generator(seed, "validation split", f"cifar10-{i}"))
         clients.append(Client(f"cifar10-{i}", train, val, test))
     return clients
@@ -147,7 +177,10 @@ CIFAR10C_URL, CIFAR10C_MD5 = "https://zenodo.org/records/2535967/files/CIFAR-10-
 
 def _cifar10c_arrays(folder: Path, kind: str, severity: int) -> tuple[np.ndarray, np.ndarray]:
     "Images [N, 32, 32, 3], still on disk, and labels of one corruption at one severity."
-    x, y = _load(folder / f"{kind}.npy", mmap_mode="r"), _load(folder / "labels.npy", mmap_mode="r")
+    for path in (folder / f"{kind}.npy", folder / "labels.npy"):
+        if not path.exists():
+            raise FileNotFoundError(f"{path} is not there; {folder} must hold the files of {CIFAR10C_URL}")
+    x, y = _load_npy(folder / f"{kind}.npy"), _load_npy(folder / "labels.npy")
     if x.dtype != np.uint8 or x.shape[1:] != (32, 32, 3) or y.shape != x.shape[:1] or len(y) % 5:
         raise ValueError(f"{folder / kind}.npy has shape {x.shape} and type {x.dtype}, labels.npy shape {y.shape}; the official files have uint8 images [N, 32, 32, 3] and labels [N], five severities one after the other")
     n = len(y) // 5
@@ -174,11 +207,11 @@ def _jpeg(x: Tensor, quality: int) -> Tensor:
 
     from PIL import Image
 
-    out = []
-    for image in x.movedim(1, -1).numpy():
+    images = x.movedim(1, -1).numpy().copy()
+    for i, image in enumerate(images):
         Image.fromarray(image).save(file := BytesIO(), "jpeg", quality=quality)
-        out.append(np.array(Image.open(file)))
-    return torch.from_numpy(np.stack(out)).movedim(-1, 1)
+        images[i] = Image.open(file)
+    return torch.from_numpy(images).movedim(-1, 1).contiguous()
 
 # %% ../nbs/10_datasets.ipynb #54386803
 def corrupt(
@@ -208,11 +241,11 @@ def corrupt(
         small = [max(round(side * (1 - 0.15 * s)), 1) for side in x.shape[-2:]]
         x = F.interpolate(F.interpolate(x, small, mode="area"), x.shape[-2:], mode="nearest")
     elif kind == "speckle_noise":
-        x = x + x * 0.12 * s * torch.randn(x.shape, generator=rng)
+        x = x + x * 0.07 * s * torch.randn(x.shape, generator=rng)
     elif kind == "motion_blur":  # each image in one of four directions
         ways = torch.randint(4, (len(x),), generator=rng)
         for way, (down, right) in enumerate([(0, 1), (1, 0), (1, 1), (1, -1)]):
-            x[ways == way] = _smear(x[ways == way], down, right, 2 * s + 1).mean(0)
+            x[ways == way] = _smear(x[ways == way], down, right, s + 2).mean(0)
     elif kind == "fog":
         x = torch.lerp(x, 0.75 + 0.15 * _cloud(x, (2, 4, 8), rng), 0.15 * s)
     elif kind == "frost":  # thin bluish lines, on glass that takes away some of the picture
@@ -253,3 +286,245 @@ def cifar10c(
         for i, hand in enumerate(lda_partition(y, clients_each, alpha, generator(seed, "deal", kind).initial_seed())):
             clients.append(make_client(f"{domain}-{i}", Data(_scaled(x[hand.numpy()], CIFAR_MEAN, CIFAR_STD), y[hand]), domain, seed))
     return clients
+
+# %% ../nbs/10_datasets.ipynb #832b5ca8
+class _ListUnpickler(pickle.Unpickler):
+    "Rebuilds lists, tuples, words, numbers and numpy arrays of them, and calls nothing else."
+
+    def find_class(self, module: str, name: str):
+        admitted = {
+            ("numpy", "ndarray"): np.ndarray,
+            ("numpy", "dtype"): np.dtype,
+            ("numpy._core.multiarray", "_reconstruct"): np.array(0).__reduce__()[0],  # the function itself, in any version of numpy
+            ("numpy._core.multiarray", "scalar"): np.float64(0).__reduce__()[0],
+            ("numpy._core.numeric", "_frombuffer"): lambda buffer, dtype, shape, order: np.frombuffer(buffer, dtype).reshape(shape, order=order),
+            ("_codecs", "encode"): lambda text, encoding: text.encode("latin1"),  # how old pickles write bytes
+        }
+        found = admitted.get((module.replace("numpy.core", "numpy._core"), name))  # before numpy 2, and since
+        if found is None:
+            raise ValueError(f"it wants to call {module}.{name}, which a list of files has no use for; do not trust this file")
+        return found
+
+
+def _read_list(path: Path) -> tuple[list[str], list[str]]:
+    "Paths and labels of one of FedBN's lists."
+    try:
+        with open(path, "rb") as file:
+            names, labels = _ListUnpickler(file).load()
+        names, labels = [str(name) for name in names], [str(label) for label in labels]
+    except Exception as error:  # a damaged pickle may raise anything; what it must not do is run
+        raise ValueError(f"{path} is no list of files and labels: {error}") from error
+    if len(names) != len(labels):
+        raise ValueError(f"{path} has {len(names)} files and {len(labels)} labels")
+    return names, labels
+
+# %% ../nbs/10_datasets.ipynb #8ed8ad0b
+_OFFICE = ("backpack", "bike", "calculator", "headphones", "keyboard", "laptop", "monitor", "mouse", "mug", "projector")
+OFFICE_CLASSES = {name: i for i, name in enumerate(_OFFICE)} | {"back_pack": 0, "laptop_computer": 5} # the last two are FedBN's names
+OFFICE_DOMAINS = {"amazon": ("amazon",), "caltech": ("caltech", "caltech10"), "dslr": ("dslr",), "webcam": ("webcam",)} # names of the folders
+DOMAINNET_CLASSES = {name: i for i, name in enumerate(("bird", "feather", "headphones", "ice_cream", "teapot", "tiger", "whale", "windmill", "wine_glass", "zebra"))}
+DOMAINNET_DOMAINS = {name: (name,) for name in ("clipart", "infograph", "painting", "quickdraw", "real", "sketch")}
+_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff")
+
+
+def _listed(base: Path, lists: Sequence[Path], classes: dict[str, int]) -> list[tuple[Path, int]]:
+    "The images that FedBN's lists name, with their labels."
+    found = []
+    for path in lists:
+        for name, label in zip(*_read_list(path), strict=True):
+            parts = PurePosixPath(name).parts
+            if name.startswith("/") or "\\" in name or ":" in name or ".." in parts or label not in classes:
+                raise ValueError(f"{path} has the file {name!r} with label {label!r}; allowed are paths inside {base} and the labels {', '.join(classes)}")
+            image = base.joinpath(*parts[1:])  # the first part is the folder's own name
+            if not image.exists():
+                raise FileNotFoundError(f"{image} is not there, but {path} names it")
+            found.append((image, classes[label]))
+    return found
+
+
+def _domain_files(base: Path, names: Sequence[str], classes: dict[str, int]) -> list[tuple[Path, int]]:
+    "The images of one domain, with their labels: from FedBN's lists if they are there, else from folders."
+    for name in names:
+        if lists := [path for part in ("train", "test") if (path := base / f"{name}_{part}.pkl").exists()]:
+            return _listed(base, lists, classes)
+        folders = [(base / name / word, label) for word, label in classes.items()]
+        found = [(path, label) for folder, label in folders if folder.is_dir()
+                 for path in sorted(folder.iterdir()) if path.suffix.lower() in _SUFFIXES and not path.name.startswith(".")]
+        if {label for _, label in found} == set(classes.values()):
+            return found
+    raise FileNotFoundError(f"put images into {base / names[0]}/<class>/ for each of the classes {', '.join(classes)} (other spellings of one class may be left out), or FedBN's {names[0]}_train.pkl and {names[0]}_test.pkl into {base}, with the images that they name")
+
+# %% ../nbs/10_datasets.ipynb #2a06910a
+def _key(paths: Sequence[Path], *more: object) -> str:
+    "A fingerprint of files, which changes when one of them does."
+    facts = [("/".join(p.parts[-3:]), (stat := p.stat()).st_size, stat.st_mtime_ns) for p in paths]
+    return hashlib.sha256(repr((facts, more)).encode()).hexdigest()
+
+
+def _cached(path: Path, key: str, make: Callable[[], np.ndarray]) -> np.ndarray:
+    "The array of a cache file if it has this key; else it is made anew and kept."
+    try:
+        arrays = _read_npz(path)
+        if str(arrays["key"]) == key:
+            return arrays["x"]
+    except (FileNotFoundError, ValueError, KeyError):  # a cache that is not there, or damaged
+        pass
+    _write_npz(path, key=np.array(key), x=(x := make()))
+    return x
+
+
+def _decode(paths: Sequence[Path], pixels: int, title: str) -> np.ndarray:
+    "Image files as uint8 [N, 3, pixels, pixels], whatever their size and colours."
+    from PIL import Image
+
+    out = np.empty((len(paths), pixels, pixels, 3), np.uint8)
+    for i, path in enumerate(tqdm(paths, title, leave=False, delay=1)):
+        try:
+            with Image.open(path) as image:
+                out[i] = image.convert("RGB").resize((pixels, pixels), Image.Resampling.BILINEAR)
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            raise ValueError(f"{path} cannot be read as an image ({error}); get it again") from error
+    return np.ascontiguousarray(out.transpose(0, 3, 1, 2))
+
+# %% ../nbs/10_datasets.ipynb #ffb0b3d6
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def _domain_clients(root: str | Path, folder: str, domains: dict[str, Sequence[str]], classes: dict[str, int],
+                    clients_each: int, alpha: float, seed: int, pixels: int, size: int | None = None) -> list[Client]:
+    "Clients of several domains, all cut to the size of the smallest, each dealt by Dir(alpha)."
+    if pixels < 1:
+        raise ValueError(f"pixels is {pixels}; allowed are numbers from 1 on")
+    base = Path(root) / folder
+    files = {domain: _domain_files(base, names, classes) for domain, names in domains.items()}
+    n = smallest = min(map(len, files.values()))
+    if size is not None and not 1 <= (n := clients_each * size) <= smallest:
+        raise ValueError(f"{clients_each} clients with {size} images each need {n} of every domain; allowed are 1 to {smallest}, what the smallest has")
+    clients = []
+    for domain, found in files.items():
+        drawn = [found[i] for i in sorted(torch.randperm(len(found), generator=generator(seed, folder, domain))[:n].tolist())]
+        paths, y = [path for path, _ in drawn], torch.tensor([label for _, label in drawn])
+        x = _cached(Path(root) / "cache" / f"{folder}-{domain}-{pixels}px-{n}-seed{seed}.npz", _key(paths, pixels), partial(_decode, paths, pixels, f"{folder}: {domain}"))
+        for i, hand in enumerate(lda_partition(y, clients_each, alpha, generator(seed, "deal", domain).initial_seed())):
+            clients.append(make_client(domain if clients_each == 1 else f"{domain}-{i}", Data(_scaled(x[hand.numpy()], IMAGENET_MEAN, IMAGENET_STD), y[hand]), domain, seed))
+    return clients
+
+
+def office(
+    root: str | Path, # folder with office_caltech_10/, in which is <domain>/<class>/<image>, or FedBN's lists
+    seed: int = 0, # of everything
+    pixels: int = 224, # width and height to which images are resized
+) -> list[Client]: # amazon, caltech, dslr, webcam
+    "Office-Caltech-10: four clients, each with its own source of images, all of the smallest one's size."
+    return _domain_clients(root, "office_caltech_10", OFFICE_DOMAINS, OFFICE_CLASSES, 1, 1.0, seed, pixels)
+
+
+def domainnet(
+    root: str | Path, # folder with DomainNet/, in which is <domain>/<class>/<image>, or FedBN's lists
+    clients_each: int = 25, # clients a domain
+    alpha: float = 1000.0, # concentration of the labels
+    seed: int = 0, # of everything
+    pixels: int = 224, # width and height to which images are resized
+    size: int | None = None, # images a client; None deals out as many of each domain as the smallest has
+) -> list[Client]: # clipart-0, clipart-1, ...; sorted by domain
+    "DomainNet: six styles of FedBN's ten classes, each dealt to its clients by Dir(alpha)."
+    return _domain_clients(root, "DomainNet", DOMAINNET_DOMAINS, DOMAINNET_CLASSES, clients_each, alpha, seed, pixels, size)
+
+# %% ../nbs/10_datasets.ipynb #d8774dd5
+SPEECH_CLASSES = ("yes", "no", "up", "down", "left", "right", "on", "off", "stop", "go", "unknown", "silence")
+RATE = 16_000 # samples a second
+MIN_CLIPS = 5 # of a speaker who can be a client: fewer leave nothing to split
+
+
+def _read_wav(path: Path) -> np.ndarray:
+    "The samples of a 16-bit mono recording at 16 kHz, from -1 to 1."
+    try:
+        with wave.open(str(path)) as file:
+            form = file.getnchannels(), file.getsampwidth(), file.getframerate()
+            raw = file.readframes(file.getnframes())
+    except (wave.Error, EOFError) as error:
+        raise ValueError(f"{path} is damaged or no wav file ({error}); get it again") from error
+    if form != (1, 2, RATE):
+        raise ValueError(f"{path} has {form[0]} channels of {8 * form[1]} bits at {form[2]} Hz; allowed is one channel of 16 bits at {RATE} Hz, as in the official files")
+    return np.frombuffer(raw[:len(raw) // 2 * 2], "<i2").astype(np.float32) / 32768
+
+
+def _second(samples: np.ndarray, start: int = 0) -> np.ndarray:
+    "One second of a recording, padded with zeros if it ends before."
+    cut = samples[start:start + RATE]
+    return np.pad(cut, (0, RATE - len(cut)))
+
+
+def _mel(seconds: np.ndarray, mels: int) -> np.ndarray:
+    "Logarithmic mel spectrograms [N, 1, mels, 101] of N seconds."
+    from torchaudio.transforms import MelSpectrogram
+
+    power = MelSpectrogram(RATE, n_fft=480, hop_length=160, n_mels=mels)(torch.from_numpy(seconds))
+    # Mean and SD over 800 clips of training speakers, with 40 bands: constants, so that no client's numbers depend on another's.
+    return (((power + 1e-6).log() + 6.9) / 5.0)[:, None].numpy()
+
+# %% ../nbs/10_datasets.ipynb #8b95352c
+def _speakers(folder: Path) -> tuple[dict[str, list[Path]], dict[str, list[Path]]]:
+    "The clips of each training speaker, and of each speaker of the validation and test lists."
+    held = set()
+    for name in ("validation_list.txt", "testing_list.txt"):
+        if not (folder / name).exists():
+            raise FileNotFoundError(f"{folder / name} is not there; {folder} must hold Speech Commands v0.02: <word>/<speaker>_nohash_<n>.wav, _background_noise_/, validation_list.txt and testing_list.txt")
+        held |= {line.split("/")[-1].split("_nohash_")[0] for line in (folder / name).read_text().split()}
+    train, later = {}, {}
+    for path in sorted(folder.glob("*/*_nohash_*.wav")):
+        speaker = path.name.split("_nohash_")[0]
+        (later if speaker in held else train).setdefault(speaker, []).append(path)
+    return train, later
+
+
+def _silence(folder: Path) -> list[np.ndarray]:
+    "The background recordings."
+    paths = sorted((folder / "_background_noise_").glob("*.wav"))
+    if not paths:
+        raise FileNotFoundError(f"{folder / '_background_noise_'} has no recordings; silence clips are cut from them")
+    return [_read_wav(path) for path in paths]
+
+
+def _speaker_client(speaker: str, paths: Sequence[Path], noise: Sequence[np.ndarray], cache: Path, mels: int, seed: int) -> Client:
+    "A speaker's clips, and a tenth as many of silence."
+    x = _cached(cache / f"{speaker}.npz", _key(paths, mels), lambda: _mel(np.stack([_second(_read_wav(path)) for path in paths]), mels))
+    y = [SPEECH_CLASSES.index(word) if (word := path.parent.name) in SPEECH_CLASSES[:10] else 10 for path in paths]
+    rng, cuts = generator(seed, "silence", speaker), []
+    for _ in range(max(round(len(paths) / 10), 1)):
+        recording = noise[int(torch.randint(len(noise), (), generator=rng))]
+        cuts.append(_second(recording, int(torch.randint(max(len(recording) - RATE, 0) + 1, (), generator=rng))))
+    x = torch.from_numpy(np.concatenate([x, _mel(np.stack(cuts), mels)]))
+    return make_client(speaker, Data(x, torch.tensor(y + [11] * len(cuts))), seed=seed)
+
+# %% ../nbs/10_datasets.ipynb #e11daecf
+def speech(
+    root: str | Path, # folder with SpeechCommands/speech_commands_v0.02/, or where to download it to
+    n_seen: int = 250, # speakers of the training list, those with the most clips
+    n_unseen: int = 50, # speakers of the validation and test lists, by chance
+    seed: int = 0, # of everything
+    download: bool = True, # if it is not there: 2.3 GB
+    mels: int = 40, # mel bands, the height of the spectrograms
+) -> tuple[list[Client], list[Client]]: # seen and unseen; x is [N, 1, mels, 101], y one of SPEECH_CLASSES
+    "Speech Commands v0.02 with 12 classes, one client a speaker."
+    folder = Path(root) / "SpeechCommands" / "speech_commands_v0.02"
+    if not folder.exists():
+        if not download:
+            raise FileNotFoundError(f"{folder} is not there; download=True gets it, or unpack speech_commands_v0.02.tar.gz there yourself")
+        from torchaudio.datasets import SPEECHCOMMANDS
+
+        Path(root).mkdir(parents=True, exist_ok=True)
+        try:
+            SPEECHCOMMANDS(root, url="speech_commands_v0.02", download=True)
+        except (OSError, RuntimeError) as error:  # no network, a full disk, a wrong checksum
+            raise FileNotFoundError(f"{folder} is not there and could not be downloaded ({error}); unpack speech_commands_v0.02.tar.gz there yourself") from error
+    pools = [{speaker: paths for speaker, paths in pool.items() if len(paths) >= MIN_CLIPS} for pool in _speakers(folder)]
+    for name, wanted, pool, where in zip(("n_seen", "n_unseen"), (n_seen, n_unseen), pools, ("the training list", "the validation and test lists"), strict=True):
+        if not 0 <= wanted <= len(pool):
+            raise ValueError(f"{name} is {wanted}; allowed are 0 to {len(pool)}, the speakers of {where} with at least {MIN_CLIPS} clips in {folder}")
+    seen = sorted(pools[0], key=lambda speaker: (-len(pools[0][speaker]), speaker))[:n_seen]
+    order = sorted(pools[1])
+    unseen = [order[i] for i in torch.randperm(len(order), generator=generator(seed, "unseen speakers"))[:n_unseen]]
+    noise, cache = _silence(folder), Path(root) / "cache" / f"speech-{mels}mels"
+    clients = {speaker: _speaker_client(speaker, (pools[0] | pools[1])[speaker], noise, cache, mels, seed) for speaker in tqdm(seen + unseen, "speakers", leave=False, delay=1)}
+    return [clients[s] for s in seen], [clients[s] for s in unseen]

@@ -39,8 +39,13 @@ def write_json(
     path: Path, # of the file
     content: object, # to be written
 ) -> None:
-    "A JSON file, as a whole or not at all."
-    write_file(path, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
+    "A JSON file, as a whole or not at all, with a line for each entry of the outermost list or dict."
+    dumps = partial(json.dumps, allow_nan=False)
+    if isinstance(content, dict):
+        text = "{" + ",\n ".join(f"{dumps(k)}: {dumps(v)}" for k, v in content.items()) + "}"
+    else:
+        text = "[" + ",\n ".join(map(dumps, content)) + "]" if isinstance(content, list) else dumps(content)
+    write_file(path, (text + "\n").encode())
 
 
 def part(
@@ -62,12 +67,13 @@ def choose_rates(
     config: Config, # how long to fine-tune
     workers: int | None = None, # processes
     track: Callable = quiet, # shows progress
+    names: Sequence[str] = (), # of the baselines; none is all
 ) -> dict[str, float]: # of each baseline
     "For each baseline the rate of the grid with the most right answers in validation; the smaller one of two that are equal."
-    strategies = {f"{name} {lr}": s for lr in GRID for name, s in baselines(model, lr).items() if s.eta.any()}
+    names = names or [name for name, s in baselines(model, 1.0).items() if s.eta.any()]
+    strategies = {f"{name} {lr}": baselines(model, lr)[name] for lr in GRID for name in names}
     scored = score_all(partial(score_strategies, model, strategies, config, held_out=False), clients, model, workers, track, "choosing rates of the baselines")
     right = {name: sum(r[name].score.accuracy * r[name].score.n for r in scored) for name in strategies}
-    names = [name for name, s in baselines(model, 1.0).items() if s.eta.any()]
     return {name: max(sorted(GRID), key=lambda lr, name=name: right[f"{name} {lr}"]) for name in names}
 
 # %% ../nbs/11_experiment.ipynb #fc365a10
@@ -247,10 +253,10 @@ class Demo:
 
 
 def pick_device(
-    name: str, # cpu, cuda, cuda:1, ..., or auto
+    name: str, # cpu, cuda, cuda:1, mps, ..., or auto
 ) -> str: # as torch calls it
     "A device that is there."
-    there = {"cuda": torch.cuda.is_available(), "cpu": True}  # not mps: sums and moments are in double precision, which it does not have
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
         return next(device for device in there if there[device])
     if not there.get(name.partition(":")[0], False):

@@ -19,13 +19,13 @@ from .finetune import seeded
 STEMS = ("cifar", "speech", "imagenet")
 
 
-def _first(stem: str, width: int) -> nn.Conv2d:
-    "The first convolution of a stem."
+def _first(stem: str, width: int, stride: int | None = None) -> nn.Conv2d:
+    "The first convolution of a stem; None is the stem's own stride."
     if stem not in STEMS:
         raise ValueError(f"stem is {stem!r}; allowed are {', '.join(STEMS)}")
     if stem == "cifar":
-        return nn.Conv2d(3, width, 3, stride=1, padding=1, bias=False)
-    return nn.Conv2d(1 if stem == "speech" else 3, width, 7, stride=2, padding=3, bias=False)
+        return nn.Conv2d(3, width, 3, stride=stride or 1, padding=1, bias=False)
+    return nn.Conv2d(1 if stem == "speech" else 3, width, 7, stride=stride or 2, padding=3, bias=False)
 
 
 def _start(layers: Sequence[nn.Module]) -> None:
@@ -76,6 +76,7 @@ def small_resnet(
     classes: int = 10, # outputs of the head
     width: int = 8, # channels of the first stage; each further one has twice as many and half the pixels
     blocks: Sequence[int] = (1, 1, 1), # residual blocks in each stage
+    stride: int | None = None, # of the first convolution; None is the stem's own, 1 for cifar and 2 for speech
     seed: int = 0, # of the initial weights
 ) -> nn.Sequential:
     "A ResNet of torchvision's basic blocks, as wide and deep as asked."
@@ -84,7 +85,7 @@ def small_resnet(
     if width < 1 or not blocks or min(blocks) < 1:
         raise ValueError(f"width is {width} and blocks {tuple(blocks)}; allowed are whole numbers from 1 on, at least one stage")
     with seeded(seed):
-        layers = OrderedDict(conv1=_first(stem, width), bn1=nn.BatchNorm2d(width), relu=nn.ReLU())
+        layers = OrderedDict(conv1=_first(stem, width, stride), bn1=nn.BatchNorm2d(width), relu=nn.ReLU())
         before = width
         for i, n in enumerate(blocks):
             channels, stride = width * 2**i, 1 if i == 0 else 2
