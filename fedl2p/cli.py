@@ -84,7 +84,7 @@ def run(
     start = time.time()
     with progress() as track:
         missing = run_study(settings, track)
-    table(settings.study, settings.scale, settings.out)
+    table(settings.study, settings.scale, settings.out, settings.methods)
     print(f"{time.time() - start:.0f} s; results are in {settings.out}")
     if missing:
         raise OSError("\n".join(f"{dataset} is left out: {why}" for dataset, why in missing.items()))

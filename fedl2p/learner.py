@@ -22,7 +22,18 @@ from torch import nn
 from .bn import bn_layers, bn_mode, mix_bn
 from .data import Client, Data, check, generator
 from .federated import Round, Update, bar, fedavg, fingerprint, load_checkpoint, quiet, save_checkpoint
-from .finetune import AUGMENTS, STATISTICS, Score, State, as_module, batch_of, batches, finetune, loss_on, score_client
+from fedl2p.finetune import (
+    AUGMENTS,
+    STATISTICS,
+    Score,
+    State,
+    as_module,
+    batch_of,
+    batches,
+    finetune,
+    loss_on,
+    score_client,
+)
 from .hypergrad import HVPS, Hyper, fomaml, ift, unrolled
 from .metanet import POLICY, MetaNets, Strategy, load_tensors, write_file
 from .profile import Profile, evaluating, profile

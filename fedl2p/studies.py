@@ -64,7 +64,8 @@ def _corrupted(scale: str, root: Path) -> Setting:
         base,
         clients=lambda alpha, seed: (cifar10c(root, (25, 5, 2)[at], alpha, seed, (None, 62, 20)[at], corruptions=(CORRUPTIONS, CORRUPTIONS, CORRUPTIONS[:2])[at], own=at > 0), []),
         config=replace(base.config, patience=100, fraction=(0.1, 0.12, 0.5)[at]),
-        differs=base.differs and f"corruptions of our own making; 50 clients of 62 images; otherwise as cifar10: {base.differs}",
+        scored=None,
+        differs=base.differs and "corruptions of our own making; 50 clients of 62 images, 6 in a round, 10 rounds, all scored; network and pretraining as for cifar10",
     )
 
 
@@ -73,7 +74,7 @@ def _domains(scale: str, root: Path, load: Callable[..., list[Client]], fraction
     own = backbone if at and backbone.exists() else None
     return Setting(
         clients=lambda alpha, seed: (load(alpha, seed, (224, 48, 32)[at]), []),
-        model=lambda seed: imagenet_resnet18(10, seed, own),
+        model=lambda seed: imagenet_resnet18(10, seed, own) if scale != "smoke" else small_resnet("imagenet", width=2, blocks=(1,), seed=seed),
         config=Config(lr=1e-2, rounds=(500, 6, 1)[at], fraction=(fraction, fraction, 0.5)[at], meta_steps=(3, 3, 1)[at], patience=100),
         recipe=None,
         differs=("", f"images of 48 pixels a side; {'fp16-derived ImageNet backbone; ' if own else ''}6 rounds", "a few rounds of almost nothing")[at],
@@ -87,8 +88,8 @@ def _speech(scale: str, root: Path) -> Setting:
         clients=lambda alpha, seed: speech(root, (250, 64, 3)[at], (50, 16, 2)[at], seed),
         model=lambda seed: model("speech", 12, seed=seed),
         config=Config(lr=1e-2, rounds=(500, 10, 1)[at], fraction=(0.1, 0.1, 0.5)[at], meta_steps=(3, 3, 1)[at], keep=("lowest", "paired", "lowest")[at]),
-        recipe={"rounds": (500, 200, 2)[at], "fraction": (0.1, 0.2, 0.5)[at], "final_lr": 0.01},
-        differs=("", "ResNet of 3 blocks and 8 to 32 channels; 64 seen and 16 unseen speakers with 30 clips each; 6 clients in a round, 10 rounds (200 of pretraining, 13 clients each); best lambda by paired loss", "a few rounds of almost nothing")[at],
+        recipe={"rounds": (500, 300, 2)[at], "epochs": (1, 3, 1)[at], "fraction": (0.1, 0.1, 0.5)[at], "final_lr": 0.01},
+        differs=("", "ResNet of 3 blocks and 8 to 32 channels; 64 seen and 16 unseen speakers with 30 clips each; 6 clients in a round, 10 rounds (300 of pretraining, 6 clients with 3 epochs each); best lambda by paired loss", "a few rounds of almost nothing")[at],
     )
 
 
