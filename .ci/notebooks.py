@@ -28,15 +28,18 @@ def notebooks() -> list[Path]:
     return sorted(p for p in NBS.rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts)
 
 
-def first_cell() -> str:
-    """The hidden first cell: on Colab it installs the package, and leaves Colab's torch alone."""
+def first_cell(path: Path) -> str:
+    """The hidden first cell: on Colab it installs the package, and leaves Colab's torch alone; experiments also need their result files."""
     packages = " ".join(f'"{p}"' for p in SETTINGS["colab_requirements"].split())
+    results = f"""
+    !git clone -q --depth 1 --branch {BRANCH} https://github.com/{OWNER} /content/{SETTINGS["repo"]}
+    %cd /content/{SETTINGS["repo"]}/nbs/experiments""" if path.parent.name == "experiments" else ""
     return f"""#| hide
 import sys
 
 if "google.colab" in sys.modules:  # on Colab install the package, and keep the torch that is there
     %pip install -q --no-deps git+https://github.com/{OWNER}@{BRANCH}
-    %pip install -q {packages}"""
+    %pip install -q {packages}{results}"""
 
 
 def badge(path: Path) -> str:
@@ -75,7 +78,7 @@ def sync(path: Path) -> None:
     """Write what depends on settings.ini into one notebook: first cell, badge, links."""
     nb = read_nb(path)
     install, title = nb.cells[0], nb.cells[1]
-    install.source = first_cell()
+    install.source = first_cell(path)
     title.source = re.sub(r"^\[!\[Open in Colab\].*$", lambda _: badge(path), title.source, flags=re.M)
     for cell in nb.cells:
         cell.source = re.sub(r"(?<=colab\.research\.google\.com/github/)[\w.-]+/[\w.-]+/blob/[\w.-]+(?=/nbs)", f"{OWNER}/blob/{BRANCH}", cell.source)
@@ -128,7 +131,7 @@ def faults() -> list[str]:
             found.append(f"{name} stores no outputs: python .ci/notebooks.py run {name}")
         if any(o.output_type == "error" for o in outputs):
             found.append(f"{name} stores an error")
-        if badge(path) not in nb.cells[1].source or nb.cells[0].source != first_cell():
+        if badge(path) not in nb.cells[1].source or nb.cells[0].source != first_cell(path):
             found.append(f"{name} needs the install cell first, then a title with its Colab badge: python .ci/notebooks.py sync")
         if module := re.search(r"^#\|\s*default_exp\s+(\S+)", text, re.M):
             sources[module[1]] = path

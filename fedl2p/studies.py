@@ -26,6 +26,7 @@ from .experiment import choose_rates, part, pick_device, records, versions
 from .federated import changed, pretrain, quiet
 from .finetune import baselines
 from .learner import Config, FedL2P, l2p_client, l2p_passes, score_all, score_strategies
+from .metanet import signature
 from .models import imagenet_resnet18, resnet18, small_resnet
 from .paper import METHODS, TABLES, Condition
 
@@ -73,11 +74,11 @@ def _domains(scale: str, root: Path, load: Callable[..., list[Client]], fraction
     at, backbone = SCALES.index(scale), Path(root) / "resnet18_backbone.pt"
     own = backbone if at and backbone.exists() else None
     return Setting(
-        clients=lambda alpha, seed: (load(alpha, seed, (224, 48, 32)[at]), []),
+        clients=lambda alpha, seed: (load(alpha, seed, (224, 64, 32)[at]), []),
         model=lambda seed: imagenet_resnet18(10, seed, own) if scale != "smoke" else small_resnet("imagenet", width=2, blocks=(1,), seed=seed),
-        config=Config(lr=1e-2, rounds=(500, 6, 1)[at], fraction=(fraction, fraction, 0.5)[at], meta_steps=(3, 3, 1)[at], patience=100),
+        config=Config(lr=1e-2, rounds=(500, 6, 1)[at], fraction=(fraction, fraction, 0.5)[at], meta_steps=(3, 3, 1)[at], patience=100, hvp=("exact", "forward", "exact")[at]),
         recipe=None,
-        differs=("", f"images of 48 pixels a side; {'fp16-derived ImageNet backbone; ' if own else ''}6 rounds", "a few rounds of almost nothing")[at],
+        differs=("", f"{'fp16-derived ImageNet backbone; ' if own else ''}images of 64 pixels a side, about 60 a client; 6 rounds; second derivatives by differences", "a few rounds of almost nothing")[at],
     )
 
 
@@ -102,7 +103,7 @@ def setting(
     if scale not in SCALES:
         raise ValueError(f"scale is {scale!r}; allowed are {', '.join(SCALES)}")
     if dataset == "office":
-        return _domains(scale, root, lambda alpha, seed, pixels: office(root, seed, pixels), 1.0)
+        return _domains(scale, root, lambda alpha, seed, pixels: office(root, seed, pixels, {"small": 62}.get(scale)), 1.0)
     if dataset == "domainnet":
         each, size = {"paper": (25, None), "small": (5, 60), "smoke": (2, None)}[scale]
         return _domains(scale, root, lambda alpha, seed, pixels: domainnet(root, each, alpha, seed, pixels, size), 0.1)
@@ -227,6 +228,7 @@ def _results(cell: Cell, how: Setting, model: nn.Module, seen: list[Client], uns
         learner = FedL2P(model, config).fit(seen, folder, machine.workers, partial(_titled, track, title))
         learner.save(folder / "policy.safetensors")
         about["rounds"] = [{k: v for k, v in r.items() if k != "clients"} for r in learner.history]
+        about["layers"] = {"beta": signature(model).bn_layers, "eta": signature(model).tensors}
         scores = {pool: learner.score(clients, machine.workers) for pool, clients in pools.items()}
     elif cell.method == "l2p":
         scores["seen"] = score_all(partial(l2p_client, model, config, l2p_passes(config, len(seen))), some, model, machine.workers, track, title)

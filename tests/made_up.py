@@ -14,18 +14,16 @@ from fedl2p.models import resnet18
 def image(path, colour=(200, 100, 50), mode="RGB", side=12):
     """A picture of one colour."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Image.new(mode, (side, side), colour).save(path)
+    Image.new("RGB", (side, side), colour).convert(mode).save(path)
 
 
 def wav(path, seconds=1.0, pitch=440.0, rate=RATE, channels=1, width=2):
     """A tone."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    tone = (8000 * np.sin(2 * np.pi * pitch * np.arange(int(seconds * rate)) / rate)).astype(f"<i{width}")
+    tone = (8000 * np.sin(2 * np.pi * pitch * np.arange(int(seconds * RATE)) / RATE)).astype("<i2")
     with wave.open(str(path), "wb") as file:
-        file.setnchannels(channels)
-        file.setsampwidth(width)
-        file.setframerate(rate)
-        file.writeframes(np.repeat(tone, channels).tobytes())
+        file.setparams((channels, width, rate, 0, "NONE", ""))
+        file.writeframes(tone.tobytes())
 
 
 def cifar10(root, n=120):

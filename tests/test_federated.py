@@ -248,6 +248,8 @@ def test_perfedavg_against_autograd():
 def test_rates_drop_as_in_the_paper():
     recipe = Recipe()
     assert [recipe.lr_of(n) for n in (1, 250, 251, 375, 376, 500)] == pytest.approx([0.1, 0.1, 0.01, 0.01, 0.001, 0.001])
+    speech = Recipe(final_lr=0.01)
+    assert [speech.lr_of(n) for n in (0, 250, 500)] == pytest.approx([0.1, 0.1 / 10**0.5, 0.01])
 
 
 def test_wrong_pretraining(clients):

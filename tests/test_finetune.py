@@ -2,13 +2,25 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
 from fedl2p.bn import mix_bn, set_beta
 from fedl2p.data import Data, digits_federation, generator
 from fedl2p.digits import small_cnn
-from fedl2p.finetune import Score, as_module, baselines, batches, client_buffers, evaluate, finetune, score_client
+from fedl2p.finetune import (
+    Score,
+    as_module,
+    baselines,
+    batches,
+    client_buffers,
+    crop_flip,
+    evaluate,
+    finetune,
+    score_client,
+)
 from fedl2p.metanet import Strategy, bn_c, bn_g, bn_i, head_only
 
 
@@ -159,3 +171,22 @@ def test_tied_weights_become_a_module(client):
     tuned = finetune(tied, bn_g(tied, 0.1), client.train, epochs=1)
     module = as_module(tied, tuned)
     assert module.a.weight is module.b.weight and torch.equal(module.b.weight, tuned.path.end["a.weight"])
+
+
+@given(st.integers(0, 8), st.integers(0, 8), st.integers(0, 1), st.integers(0, 10))
+@settings(max_examples=25, deadline=None)
+def test_crop_flip_is_torchvisions_crop_and_flip(down, right, mirrored, seed):
+    from torchvision.transforms import functional as tv
+
+    x = torch.randn(2, 3, 6, 9, generator=torch.Generator().manual_seed(seed))
+    ours = crop_flip(x, torch.tensor([[down, 4], [right, 4], [mirrored, 0]]))
+    theirs = tv.crop(tv.pad(x[0], 4), down, right, 6, 9)
+    assert torch.equal(ours[0], tv.hflip(theirs) if mirrored else theirs)
+    assert torch.equal(ours[1], x[1])
+
+
+def test_augmented_finetuning_depends_on_its_generator_only():
+    model, data = mix_bn(small_cnn(), verbose=False), Data(torch.rand(12, 1, 8, 8, generator=torch.Generator().manual_seed(1)), torch.arange(12) % 10)
+    ends = [finetune(model, bn_c(model, 0.05), data, 2, 8, torch.Generator().manual_seed(s), augment=a).state["conv1.weight"] for s, a in ((3, "crop-flip"), (3, "crop-flip"), (4, "crop-flip"), (3, "none"))]
+    assert torch.equal(ends[0], ends[1])
+    assert not torch.equal(ends[0], ends[2]) and not torch.equal(ends[0], ends[3])

@@ -105,6 +105,21 @@ def test_it_says_when_nothing_was_kept(model, federation):
     assert same(learner, FedL2P(model, QUICK))
 
 
+def test_paired_rule_chooses_by_the_difference():
+    from fedl2p.learner import _loss, _record
+
+    reports = {"a": {"val_loss": 0.3, "start_loss": 0.5, "diverging": 0}, "b": {"val_loss": 0.9, "start_loss": 0.9, "diverging": 0}}
+    assert _loss(_record(Round(1, {}, reports, {}))) == pytest.approx(0.6 - 0.7)
+
+
+def test_augmented_learning_does_not_depend_on_workers(model, federation):
+    config = replace(QUICK, augment="crop-flip", keep="paired")
+    first, second = (FedL2P(model, config).fit(federation.seen, workers=n, track=quiet) for n in (1, 2))
+    assert same(first, second) and first.history == second.history
+    client = federation.seen[0]
+    assert torch.equal(first.strategy(client).eta, first.score([client], workers=1)[0].strategy.eta)
+
+
 def test_patience(model, federation):
     still = replace(QUICK, rounds=30, patience=2, meta_lr_bn=0.0, meta_lr_lr=0.0, meta_lr_scale=0.0, fraction=1.0, estimator="fomaml")
     losses = [r["val_loss"] for r in FedL2P(model, still).fit(federation.seen, workers=1, track=quiet).history]
