@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .experiment import part, plot_strategies
 from .paper import METHODS, TABLES, TITLES, Condition
-from .studies import OURS, columns, conditions, setting
+from .studies import OURS, columns, conditions
 
 # %% ../nbs/tables.ipynb #2e88de31
 def results(
@@ -91,11 +91,11 @@ def _notes(study: str, scale: str, cells: Sequence[dict]) -> str:
     lines = [f"{TITLES[study]}. Test accuracy in percent: mean ± SD over seeds; in bold the best of ours in its row."]
     if not cells:
         return lines[0] + f" Nothing of ours at scale {scale} yet: `fedl2p run {study} --scale {scale}` fills it in.\n"
-    datasets, seeds = (list(dict.fromkeys(c[k] for c in cells)) for k in ("dataset", "seed"))
+    seeds = {c["seed"] for c in cells}
     hours = sum(c["seconds"] + c["pretraining_seconds"] for c in cells) / 3600
     machines = dict.fromkeys(f"{c['machine']['device']}, {c['machine']['cores']} cores" for c in cells)
     lines.append(f"Ours: scale {scale}, seeds {', '.join(map(str, sorted(seeds)))}, {len(cells)} cells, {hours:.1f} hours on {'; '.join(machines)}.")
-    lines += [f"{d} differs from the paper: {text}." for d in datasets if (text := setting(d, scale, Path()).differs)]
+    lines += [f"{d} differs from the paper: {text}." for d, text in dict.fromkeys((c["dataset"], c["differs"]) for c in cells) if text]
     return "\n\n".join(lines) + "\n"
 
 # %% ../nbs/tables.ipynb #efc4bd76

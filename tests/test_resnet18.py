@@ -11,7 +11,7 @@ from fedl2p.bn import mix_bn
 from fedl2p.data import Client, Data
 from fedl2p.federated import quiet
 from fedl2p.learner import FedL2P
-from fedl2p.studies import setting
+from fedl2p.scales import setting
 
 
 @pytest.mark.slow

@@ -16,7 +16,8 @@ from fedl2p.cli import main
 from fedl2p.experiment import write_json
 from fedl2p.models import resnet18
 from fedl2p.paper import TABLES, Condition
-from fedl2p.studies import LEARNED, OURS, Cell, Machine, Run, cells, columns, conditions, run_cell, run_study, setting
+from fedl2p.scales import setting
+from fedl2p.studies import LEARNED, OURS, Cell, Machine, Run, cells, columns, conditions, run_cell, run_study
 from fedl2p.tables import collect, results, table
 
 
@@ -149,7 +150,7 @@ def test_table_numbers(tmp_path):
         path = Cell(row, method, seed).path(tmp_path, "small")
         path.parent.mkdir(parents=True, exist_ok=True)
         about = {k: v for k, v in row._asdict().items() if k != "pool"}
-        write_json(path, {**about, "method": method, "seed": seed, "accuracy": accuracy, "seconds": 1.0, "pretraining_seconds": 0.0, "machine": {"device": "cpu", "cores": 2}})
+        write_json(path, {**about, "method": method, "seed": seed, "accuracy": accuracy, "seconds": 1.0, "pretraining_seconds": 0.0, "differs": "made up", "machine": {"device": "cpu", "cores": 2}})
     found = collect(list(results(tmp_path, "small")))
     assert found[row]["ft-c"] == [50.0, 70.0] and found[row._replace(pool="unseen")]["ft-c"] == [40.0, 40.0]
     assert math.isnan(found[row]["fedl2p"][0])
