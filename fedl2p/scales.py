@@ -15,7 +15,7 @@ from torch import nn
 
 from .data import Client
 from .datasets import CORRUPTIONS, cifar10, cifar10c, domainnet, office, speech
-from .learner import Config
+from .metastep import Config
 from .models import imagenet_resnet18, resnet18, small_resnet
 
 # %% ../nbs/scales.ipynb #4f81595b

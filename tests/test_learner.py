@@ -15,19 +15,9 @@ from fedl2p.data import Client, Data, digits_federation
 from fedl2p.digits import small_cnn
 from fedl2p.federated import Round, fingerprint, quiet
 from fedl2p.finetune import baselines
-from fedl2p.learner import (
-    ESTIMATORS,
-    Config,
-    FedL2P,
-    l2p_client,
-    l2p_passes,
-    learn_client,
-    meta_steps,
-    policy,
-    score_all,
-    score_strategies,
-)
+from fedl2p.learner import FedL2P, l2p_client, l2p_passes, score_all, score_strategies
 from fedl2p.metanet import MetaNets
+from fedl2p.metastep import ESTIMATORS, Config, learn_client, meta_steps, policy
 from fedl2p.profile import profile
 
 pytestmark = pytest.mark.filterwarnings("ignore:the lowest validation loss was that of the meta-nets at their start")
