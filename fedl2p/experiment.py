@@ -208,7 +208,7 @@ def plot_strategies(found: Sequence[dict], names: tuple[Sequence[str], Sequence[
     import matplotlib.pyplot as plt
 
     methods, domains = (list(dict.fromkeys(r[key] for r in found)) for key in ("method", "domain"))
-    fig, axes = plt.subplots(max(len(methods), 1), 2, figsize=(11, 0.8 + 2.2 * len(methods)), layout="constrained", width_ratios=[1, 2], squeeze=False, sharex="col", sharey="col")
+    fig, axes = plt.subplots(max(len(methods), 1), 2, figsize=(11, 2.2 + 1.9 * len(methods)), layout="constrained", width_ratios=[1, 2], squeeze=False, sharex="col", sharey="col")
     for row, method in zip(axes, methods, strict=False):
         for ax, key, labels in zip(row, ("beta", "eta"), names, strict=True):
             for d, domain in enumerate(domains):

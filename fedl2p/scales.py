@@ -64,9 +64,9 @@ def _domains(scale: str, root: Path, load: Callable[..., list[Client]], fraction
     return Setting(
         clients=lambda alpha, seed: (load(alpha, seed, (224, 64, 32)[at]), []),
         model=lambda seed: imagenet_resnet18(10, seed, own) if scale != "smoke" else small_resnet("imagenet", width=2, blocks=(1,), seed=seed),
-        config=Config(lr=1e-2, rounds=(500, 6, 1)[at], fraction=(fraction, fraction, 0.5)[at], meta_steps=(3, 3, 1)[at], patience=100, hvp=("exact", "forward", "exact")[at]),
+        config=Config(lr=1e-2, rounds=(500, 5, 1)[at], fraction=(fraction, fraction, 0.5)[at], meta_steps=(3, 3, 1)[at], patience=100, hvp=("exact", "forward", "exact")[at]),
         recipe=None,
-        differs=("", f"{'fp16-derived ImageNet backbone; ' if own else ''}images of 64 pixels a side, about 60 a client; 6 rounds; second derivatives by differences", "a few rounds of almost nothing")[at],
+        differs=("", f"{'fp16-derived ImageNet backbone; ' if own else ''}images of 64 pixels a side{'; 5 clients of 60 images a domain' if fraction < 1 else ''}; 5 rounds; second derivatives by differences", "a few rounds of almost nothing")[at],
     )
 
 
@@ -91,7 +91,7 @@ def setting(
     if scale not in SCALES:
         raise ValueError(f"scale is {scale!r}; allowed are {', '.join(SCALES)}")
     if dataset == "office":
-        return _domains(scale, root, lambda alpha, seed, pixels: office(root, seed, pixels, {"small": 62}.get(scale)), 1.0)
+        return _domains(scale, root, lambda alpha, seed, pixels: office(root, seed, pixels), 1.0)
     if dataset == "domainnet":
         each, size = {"paper": (25, None), "small": (5, 60), "smoke": (2, None)}[scale]
         return _domains(scale, root, lambda alpha, seed, pixels: domainnet(root, each, alpha, seed, pixels, size), 0.1)

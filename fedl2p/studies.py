@@ -135,7 +135,10 @@ def _drawn(clients: list[Client], n: int | None, seed: int) -> list[Client]:
 def _config(cell: Cell, how: Setting, machine: Machine) -> Config:
     "The settings of a cell."
     twice = {"hvp": "central"} if machine.compile else {}  # what torch.compile makes can be differentiated once
-    return replace(how.config, epochs=cell.condition.epochs, seed=cell.seed, **twice, **LEARNED.get(cell.method, {}))
+    config = replace(how.config, epochs=cell.condition.epochs, seed=cell.seed, **twice, **LEARNED.get(cell.method, {}))
+    if machine.amp and config.hvp != "exact" and cell.method in LEARNED:
+        raise ValueError(f"amp is on and second derivatives are differences of gradients (hvp {config.hvp}), which in half precision are noise; allowed is amp without compile, at scale paper")
+    return config
 
 
 def _results(cell: Cell, how: Setting, model: nn.Module, seen: list[Client], unseen: list[Client], folder: Path, machine: Machine, track: Callable) -> dict:

@@ -184,7 +184,7 @@ def plot_rounds(
                 for v in lines:
                     ax.plot(range(1, len(v) + 1), v, ".", ms=3, color=f"C{i}", alpha=0.5)
         ax.axhline(0, color="grey", lw=0.5)
-        ax.set(title=", ".join(str(w) for w in where if w is not None), xlabel="round")
+        ax.set(title=f"{where[0]}, " + (f"alpha {where[1]:g}, " if where[1] else "") + f"e {where[2]}", xlabel="round")
     axes[0, 0].set_ylabel("validation loss less untrained")
     axes[0, -1].legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
     return fig

@@ -16,7 +16,7 @@ from fedl2p.digits import small_cnn
 from fedl2p.federated import Round, fingerprint, quiet
 from fedl2p.finetune import baselines
 from fedl2p.learner import FedL2P, l2p_client, l2p_passes, score_all, score_strategies
-from fedl2p.metanet import MetaNets
+from fedl2p.metanet import MetaNets, bn_c
 from fedl2p.metastep import ESTIMATORS, Config, learn_client, meta_steps, policy
 from fedl2p.profile import profile
 
@@ -108,6 +108,20 @@ def test_augmented_learning_does_not_depend_on_workers(model, federation):
     assert same(first, second) and first.history == second.history
     client = federation.seen[0]
     assert torch.equal(first.strategy(client).eta, first.score([client], workers=1)[0].strategy.eta)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_half_precision(model, federation, estimator):
+    """As on a GPU with --amp: other numbers in the third digit, the same types and shapes, nothing fails."""
+    client, config = federation.seen[0], replace(QUICK, estimator=estimator)
+    start = MetaNets.for_model(model, config.lr).state_dict()
+    with torch.backends.mkldnn.flags(enabled=False):  # which has no half precision on many CPUs
+        plain = learn_client(model, config, start, client, 1)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            half = learn_client(model, config, start, client, 1)
+            score = score_strategies(model, {"": bn_c(model, 0.1)}, config, client)[""].score
+    assert all(half.state[k].dtype == v.dtype and (half.state[k] - v).abs().max() < 5e-4 for k, v in plain.state.items())
+    assert half.report["val_loss"] == pytest.approx(plain.report["val_loss"], rel=0.02) and score.loss > 0
 
 
 def test_patience(model, federation):
