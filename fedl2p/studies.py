@@ -31,10 +31,10 @@ from .scales import Setting, setting
 
 # %% ../nbs/studies.ipynb #a20b7a3d
 OURS = {"ft-c-best": "FT (BN C), best rate", "ft-g-best": "FT (BN G), best rate", "ft-i-best": "FT (BN I), best rate",
-        "fedl2p-scaled": "FedL2P (factor ψ, ψ=0.01)", "fedl2p-unrolled": "FedL2P (exact hypergradient)"}
+        "fedl2p-start": "FedL2P before learning", "fedl2p-scaled": "FedL2P (factor ψ, ψ=0.01)", "fedl2p-unrolled": "FedL2P (exact hypergradient)"}
 LEARNED: dict[str, dict] = { # settings that make a variant of FedL2P
     "fedl2p": {}, "fedl2p-fomaml": {"estimator": "fomaml"}, "fedl2p-bn": {"learn": "bn"}, "fedl2p-lr-c": {"learn": "lr", "beta": 1.0}, "fedl2p-lr-g": {"learn": "lr", "beta": 0.0},
-    "fedl2p-scaled": {"scaled": True, "psi": 0.01}, "fedl2p-unrolled": {"estimator": "unrolled"}}
+    "fedl2p-start": {}, "fedl2p-scaled": {"scaled": True, "psi": 0.01}, "fedl2p-unrolled": {"estimator": "unrolled"}}
 
 
 def conditions(
@@ -148,8 +148,9 @@ def _results(cell: Cell, how: Setting, model: nn.Module, seen: list[Client], uns
     pools = {pool: clients for pool, clients in (("seen", some), ("unseen", unseen)) if clients}
     title = f"{c.dataset} {_start(c.pretraining, c.alpha)} e{c.epochs} seed {cell.seed}: {cell.method}"
     if cell.method in LEARNED:
-        learner = FedL2P(model, config).fit(seen, folder, machine.workers, partial(_titled, track, title))
-        learner.save(folder / "policy.safetensors")
+        learner = FedL2P(model, config)
+        if cell.method != "fedl2p-start":
+            learner.fit(seen, folder, machine.workers, partial(_titled, track, title)).save(folder / "policy.safetensors")
         about["rounds"] = [{k: v for k, v in r.items() if k != "clients"} for r in learner.history]
         about["layers"] = {"beta": signature(model).bn_layers, "eta": signature(model).tensors}
         scores = {pool: learner.score(clients, machine.workers) for pool, clients in pools.items()}
