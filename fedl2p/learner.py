@@ -125,10 +125,11 @@ class FedL2P:
         self,
         clients: Sequence[Client],
         workers: int | None = None, # processes; None is one for each core, or one if the model is on a GPU
+        track: Callable[[Iterator, str, int, int], Iterator] = quiet, # shows progress
     ) -> list[Result]: # of those that did not fail
         "Test accuracy of each client, personalized; one that fails is left out with a warning."
         state = {name: t.detach() for name, t in self.metanets.state_dict().items()}
-        return score_all(partial(score_policy, self.model, self.config, state), clients, self.model, workers)
+        return score_all(partial(score_policy, self.model, self.config, state), clients, self.model, workers, track)
 
     def save(
         self,

@@ -153,7 +153,7 @@ def _results(cell: Cell, how: Setting, model: nn.Module, seen: list[Client], uns
             learner.fit(seen, folder, machine.workers, partial(_titled, track, title)).save(folder / "policy.safetensors")
         about["rounds"] = [{k: v for k, v in r.items() if k != "clients"} for r in learner.history]
         about["layers"] = {"beta": signature(model).bn_layers, "eta": signature(model).tensors}
-        scores = {pool: learner.score(clients, machine.workers) for pool, clients in pools.items()}
+        scores = {pool: learner.score(clients, machine.workers, partial(_titled, track, f"{title}: {pool}")) for pool, clients in pools.items()}
     elif cell.method == "l2p":
         scores["seen"] = score_all(partial(l2p_client, model, config, l2p_passes(config, len(seen))), some, model, machine.workers, track, title)
     else:
@@ -201,12 +201,15 @@ def run_cell(
         with torch.autocast(device.partition(":")[0], enabled=machine.amp):
             try:
                 found = _results(cell, how, model, seen, unseen, path.with_suffix(""), machine, track)
-            except RuntimeError as error:  # nobody could learn, which is a result, too: the paper writes "diverge"
+            except RuntimeError as error:
+                if "FloatingPointError" not in str(error):
+                    raise
+                # Everybody diverged, which is a result, too: the paper's tables have such cells.
                 warnings.warn(f"{path.stem} has no result: {error}", RuntimeWarning, stacklevel=2)
                 found = {"diverged": str(error), "clients": []}
         about = {k: v for k, v in cell.condition._asdict().items() if k != "pool"}
         about |= {"method": cell.method, "seed": cell.seed, "scale": scale, "accuracy": _accuracy(found["clients"]), "seconds": round(time.time() - learning, 1), "pretraining_seconds": round(learning - start, 1)}
-        return {**about, "differs": how.differs, "settings": settings, "machine": {**versions(), "device": device, "amp": machine.amp, "compile": machine.compile}, **found}
+        return {**about, "differs": how.differs, "settings": settings, "machine": {**versions(), "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else device, "amp": machine.amp, "compile": machine.compile}, **found}
 
     path.parent.mkdir(parents=True, exist_ok=True)
     found = part(path, work)
@@ -224,19 +227,20 @@ class Run:
 
     study: tyro.conf.Positional[Study] # a table of the paper
     scale: Literal["paper", "small", "smoke"] = "small" # the paper's settings; real data and a small network; or seconds, to see that it works
-    alpha: tuple[float, ...] = () # label shifts; none is the paper's
-    epochs: tuple[int, ...] = () # of fine-tuning; none is the paper's
+    alpha: tuple[float, ...] = () # label shifts; left out, the paper's
+    epochs: tuple[int, ...] = () # of fine-tuning; left out, the paper's
     seeds: tuple[int, ...] = (0, 1, 2) # one repetition for each
-    methods: tuple[str, ...] = () # none is the paper's columns; for all names type a wrong one
-    datasets: tuple[str, ...] = () # of the tables that have several; none is all
+    methods: tuple[str, ...] = () # none, ft-c, ft-g, ft-i, l2p, fedl2p, fedl2p-fomaml, fedl2p-bn, fedl2p-lr-c, fedl2p-lr-g, and of our own ft-c-best, ft-g-best, ft-i-best, fedl2p-start, fedl2p-scaled, fedl2p-unrolled; left out, the paper's columns
+    datasets: tuple[str, ...] = () # of the tables that have several; left out, all
     out: Path = Path("results") # folder for results; what is there is not run again
     machine: Machine = field(default_factory=Machine)
 
     def __post_init__(self):
         if not self.seeds or len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
             raise ValueError(f"seeds is {self.seeds}; allowed are different whole numbers from 0 on, at least one")
-        if self.machine.amp and not pick_device(self.machine.device).startswith("cuda"):
-            raise ValueError(f"amp is on and the device is {pick_device(self.machine.device)}; allowed with cuda only: half precision is slow elsewhere")
+        device = pick_device(self.machine.device)  # says which ones are there
+        if self.machine.amp and not device.startswith("cuda"):
+            raise ValueError(f"amp is on and the device is {device}; allowed with cuda only: half precision is slow elsewhere")
         if any(a <= 0 for a in self.alpha) or any(e < 1 for e in self.epochs):
             raise ValueError(f"alpha is {self.alpha} and epochs {self.epochs}; allowed are numbers above 0, and whole numbers from 1 on")
 
@@ -256,12 +260,15 @@ def run_study(
     "Fill in the cells that are missing."
     missing: dict[str, str] = {}
     for cell in cells(run):
-        if cell.condition.dataset not in missing:
-            try:
-                run_cell(cell, run.scale, run.out, run.machine, track)
-            except OSError as error:
-                missing[cell.condition.dataset] = str(error)
-                warnings.warn(f"{cell.condition.dataset} is left out: {error}", RuntimeWarning, stacklevel=2)
+        dataset = cell.condition.dataset
+        try:
+            if dataset not in missing and not cell.path(run.out, run.scale).exists():
+                _clients(dataset, run.scale, run.machine.data, cell.condition.alpha)
+        except OSError as error:
+            missing[dataset] = str(error)
+            warnings.warn(f"{dataset} is left out: {error}", RuntimeWarning, stacklevel=2)
+        if dataset not in missing:
+            run_cell(cell, run.scale, run.out, run.machine, track)
     if len(missing) == len({cell.condition.dataset for cell in cells(run)}):
         raise OSError("; ".join(missing.values()))
     return missing

@@ -160,6 +160,27 @@ def test_table_numbers(tmp_path):
     assert "87.8 ± 0.5" in text  # the paper's, right below
 
 
+def test_only_divergence_is_a_result(world, monkeypatch):
+    """A GPU that is full, a disk that is full: neither is a number in a table, nor a data set that is missing."""
+    import fedl2p.studies as studies
+
+    run = one(world, "fedl2p", 9)
+    for error, words in ((RuntimeError("all of its 2 clients failed; the first: FloatingPointError: the loss is nan"), None), (RuntimeError("CUDA out of memory"), "CUDA"), (OSError("no space left"), "no space")):
+        def fails(*_, error=error):
+            raise error
+        monkeypatch.setattr(studies, "_results", fails)
+        if words is None:
+            with pytest.warns(RuntimeWarning, match="has no result"):
+                run_study(run)
+            path = cells(run)[0].path(run.out, "smoke")
+            assert json.loads(path.read_text())["accuracy"] == {}
+            path.unlink()
+        else:
+            with pytest.raises(type(error), match=words):
+                run_study(run)
+            assert not path.exists()
+
+
 def test_killed_and_continued(world, tmp_path):
     """A run that is killed in the middle of a cell goes on there, and ends with the same numbers."""
     code = f"""
