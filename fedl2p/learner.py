@@ -85,6 +85,7 @@ class FedL2P:
         self.model = model if bn_layers(model) else mix_bn(model, verbose=False)
         self.config, self.history = config, []
         self.metanets = MetaNets.for_model(self.model, config.lr, config.hidden, config.seed)
+        self.last: State = {}  # lambda after the last round, be it the best or not
 
     def fit(
         self,
@@ -197,7 +198,7 @@ def _fit(learner: FedL2P, clients: Sequence[Client], folder: str | Path | None, 
                 write_file(path.with_name("rounds.jsonl"), "".join(json.dumps(line) + "\n" for line in history).encode())
             if _tired(history, config.patience):
                 break
-    learner.history = history
+    learner.history, learner.last = history, state
     learner.metanets.load_state_dict(best)
     if all(torch.equal(best[name], t) for name, t in start.items()) and not all(torch.equal(state[name], t) for name, t in start.items()):
         warnings.warn("the lowest validation loss was that of the meta-nets at their start, and so they are as they were; each round asks other clients: more rounds, or a larger fraction, may tell better", RuntimeWarning, stacklevel=3)

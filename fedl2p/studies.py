@@ -26,6 +26,7 @@ from .federated import changed, pretrain, quiet
 from .finetune import baselines
 from .learner import Config, FedL2P, l2p_client, l2p_passes, score_all, score_strategies
 from .metanet import signature
+from .metastep import policy, profile_of, with_state
 from .paper import METHODS, TABLES, Condition
 from .scales import Setting, setting
 
@@ -151,6 +152,7 @@ def _results(cell: Cell, how: Setting, model: nn.Module, seen: list[Client], uns
         learner = FedL2P(model, config)
         if cell.method != "fedl2p-start":
             learner.fit(seen, folder, machine.workers, partial(_titled, track, title)).save(folder / "policy.safetensors")
+            about["last"] = _last(learner, some[0])
         about["rounds"] = [{k: v for k, v in r.items() if k != "clients"} for r in learner.history]
         about["layers"] = {"beta": signature(model).bn_layers, "eta": signature(model).tensors}
         scores = {pool: learner.score(clients, machine.workers, partial(_titled, track, f"{title}: {pool}")) for pool, clients in pools.items()}
@@ -165,6 +167,21 @@ def _results(cell: Cell, how: Setting, model: nn.Module, seen: list[Client], uns
     return {**about, "clients": [_short(r, cell.method) for pool, some in scores.items() for r in records(cell.method, pool, some)]}
 
 
+def _last(learner: FedL2P, client: Client) -> dict[str, list[float]]:
+    "The strategy of one client under the lambda of the last round: where learning was heading."
+    client, config = client.to(next(learner.model.parameters()).device), learner.config
+    with torch.no_grad():
+        strategy = policy(with_state(learner.model, config, learner.last), profile_of(learner.model, config, client.train, (config.seed, "last")), config)
+    return {"beta": _digits(strategy.beta.tolist()), "eta": _digits(strategy.eta.tolist())}
+
+
+def _digits(value: object) -> object:
+    "Numbers with four digits."
+    if isinstance(value, list):
+        return [_digits(v) for v in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
 def _titled(track: Callable, title: str, rounds: Iterator, _: str, total: int, done: int) -> Iterator:
     return track(rounds, title, total, done)
 
@@ -172,8 +189,7 @@ def _titled(track: Callable, title: str, rounds: Iterator, _: str, total: int, d
 def _short(record: dict, method: str) -> dict:
     "A client's record, small enough to be committed: strategies only where they were learned, four digits."
     kept = ("pool", "client", "domain", "accuracy", "n", "loss", *(("beta", "eta") if method in LEARNED or method == "l2p" else ()))
-    digits = lambda v: [digits(x) for x in v] if isinstance(v, list) else float(f"{v:.4g}") if isinstance(v, float) else v  # noqa: E731
-    return {k: digits(record[k]) for k in kept}
+    return {k: _digits(record[k]) for k in kept}
 
 
 def _accuracy(clients: list[dict]) -> dict[str, float]:

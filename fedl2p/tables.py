@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Found', 'results', 'condition_of', 'collect', 'table', 'plot_table', 'paired', 'comparison', 'plot_rounds',
-           'plot_learned']
+           'plot_learned', 'plot_headings']
 
 # %% ../nbs/tables.ipynb #f37bdc29
 import statistics
@@ -209,3 +209,24 @@ def plot_learned(
     "Beta of each batch norm and eta of each tensor, as the meta-nets give them to each client."
     found = [{**r, "method": f"{METHODS.get(c['method']) or OURS[c['method']]}, {c['dataset']}" + (f", alpha {c['alpha']:g}" if c["alpha"] else ""), "domain": r["domain"] or "a client"} for c in cells for r in c["clients"]]
     return plot_strategies(found, (cells[0]["layers"]["beta"], cells[0]["layers"]["eta"]))
+
+# %% ../nbs/tables.ipynb #94427d30
+def plot_headings(
+    scale: str, # one of `SCALES`
+    out: str | Path, # folder with results
+    methods: Sequence[str] = ("fedl2p", "fedl2p-fomaml"), # that learn rates
+):
+    "Mean of eta over tensors after the last round, relative to its start: a row for each condition, a dot for each seed."
+    import matplotlib.pyplot as plt
+
+    cells = [c for c in results(out, scale) if c["method"] in methods and "last" in c]
+    rows = list(dict.fromkeys(map(condition_of, cells)))
+    fig, ax = plt.subplots(figsize=(8, 0.8 + 0.35 * len(rows)), layout="constrained")
+    for i, method in enumerate(methods):
+        some = [c for c in cells if c["method"] == method]
+        ax.plot([statistics.mean(c["last"]["eta"]) / c["settings"]["lr"] for c in some], [rows.index(condition_of(c)) for c in some], "o", ms=5, alpha=0.7, color=f"C{i}", label=METHODS.get(method) or OURS[method])
+    ax.axvline(1, color="grey", lw=0.5)
+    ax.set(yticks=range(len(rows)), yticklabels=[", ".join([c.dataset, c.pretraining, *([f"alpha {c.alpha:g}"] if c.alpha else []), f"e {c.epochs}"]) for c in rows], xlabel="mean learning rate after the last round / initial one", xlim=(0, None))
+    ax.invert_yaxis()
+    ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    return fig
