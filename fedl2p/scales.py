@@ -43,7 +43,7 @@ def _cifar(scale: str, root: Path) -> Setting:
         config=Config(lr=(1e-3, 1e-2, 1e-2)[at], rounds=(500, 10, 1)[at], fraction=(0.1, 0.03, 0.5)[at], meta_steps=(3, 3, 1)[at], keep=("lowest", "paired", "lowest")[at], augment="crop-flip"),
         recipe={"rounds": (500, 300, 2)[at], "epochs": (1, 3, 1)[at], "fraction": (0.1, 0.05, 0.5)[at], "augment": "crop-flip"},
         scored=(None, 30, 2)[at],
-        differs=("", "ResNet of 3 blocks and 8 to 32 channels at half resolution; 200 clients of 50 images, 6 in a round, 10 rounds (300 of pretraining, 10 clients with 3 epochs each); initial rate 1e-2; 30 clients scored, 50 test images each; best lambda by paired loss", "a few rounds of almost nothing")[at],
+        differs=("", "ResNet of 3 blocks and 8 to 32 channels at half resolution; 200 clients of 50 images, 6 in a round, 10 rounds (300 of pretraining, 10 clients with 3 epochs each); initial rate 1e-2; 30 clients scored, 50 test images each, other clients in each seed, which makes up most of the SD; best lambda by paired loss", "a few rounds of almost nothing")[at],
     )
 
 

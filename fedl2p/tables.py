@@ -199,7 +199,8 @@ def plot_rounds(
         ax.axhline(0, color="grey", lw=0.5)
         ax.set(title=f"{where[0]}, " + (f"alpha {where[1]:g}, " if where[1] else "") + f"e {where[2]}", xlabel="round")
     axes[0, 0].set_ylabel("validation loss less untrained")
-    axes[0, -1].legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
+    labelled = {label: line for ax in axes[0] for line, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+    fig.legend(labelled.values(), labelled.keys(), fontsize="small", loc="outside right center")
     return fig
 
 # %% ../nbs/tables.ipynb #7791d2cf
@@ -214,17 +215,17 @@ def plot_learned(
 def plot_headings(
     scale: str, # one of `SCALES`
     out: str | Path, # folder with results
-    methods: Sequence[str] = ("fedl2p", "fedl2p-fomaml"), # that learn rates
+    methods: Sequence[str] = ("fedl2p-start", "fedl2p-fomaml", "fedl2p"), # with learned rates
 ):
-    "Mean of eta over tensors after the last round, relative to its start: a row for each condition, a dot for each seed."
+    "Mean of eta over tensors after the last round, relative to the initial rate: a row for each condition, a dot for each seed."
     import matplotlib.pyplot as plt
 
-    cells = [c for c in results(out, scale) if c["method"] in methods and "last" in c]
+    cells = [{"last": c["clients"][0], **c} for c in results(out, scale) if c["method"] in methods and ("last" in c or c["method"] == "fedl2p-start")]
     rows = list(dict.fromkeys(map(condition_of, cells)))
     fig, ax = plt.subplots(figsize=(8, 0.8 + 0.35 * len(rows)), layout="constrained")
     for i, method in enumerate(methods):
         some = [c for c in cells if c["method"] == method]
-        ax.plot([statistics.mean(c["last"]["eta"]) / c["settings"]["lr"] for c in some], [rows.index(condition_of(c)) for c in some], "o", ms=5, alpha=0.7, color=f"C{i}", label=METHODS.get(method) or OURS[method])
+        ax.plot([statistics.mean(c["last"]["eta"]) / c["settings"]["lr"] for c in some], [rows.index(condition_of(c)) for c in some], "o", ms=5, alpha=0.7, color=("grey", "C0", "C1", "C2")[i % 4], label=METHODS.get(method) or OURS[method])
     ax.axvline(1, color="grey", lw=0.5)
     ax.set(yticks=range(len(rows)), yticklabels=[", ".join([c.dataset, c.pretraining, *([f"alpha {c.alpha:g}"] if c.alpha else []), f"e {c.epochs}"]) for c in rows], xlabel="mean learning rate after the last round / initial one", xlim=(0, None))
     ax.invert_yaxis()
