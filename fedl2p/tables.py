@@ -47,14 +47,14 @@ def collect(
     return found
 
 
-def _entry(values: Sequence[float] | None, best: bool) -> str:
-    "Mean and standard deviation as text."
+def _entry(values: Sequence[float] | None, best: bool, seeds: int) -> str:
+    "Mean and standard deviation as text; the number of seeds, if others in the row have more."
     if not values:
         return "—"
     if any(v != v for v in values):
         return "diverges"
     text = f"{statistics.mean(values):.1f}" + (f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else "")
-    return f"**{text}**" if best else text
+    return f"**{text}**" if best else text if len(values) == seeds else f"{text} ({len(values)})"
 
 
 def _published(entry: tuple[float, float | None] | None) -> str:
@@ -88,11 +88,12 @@ def table(
     lines = ["| " + " | ".join([*keys, "", *(titles[m] for m in names)]) + " |", "|" + "---|" * (len(keys) + 1) + "---:|" * len(names)]
     for c in rows:
         ours = found.get(c, {})
-        means = {m: statistics.mean(v) for m, v in ours.items() if m in names and not any(x != x for x in v)}
+        seeds = max((len(v) for m, v in ours.items() if m in names), default=0)
+        means = {m: statistics.mean(v) for m, v in ours.items() if m in names and len(v) == seeds and not any(x != x for x in v)}
         top = max(means.values(), default=None)
         heads = ["" if getattr(c, k) is None else f"{getattr(c, k):g}" if k in ("alpha", "epochs") else getattr(c, k) for k in keys]
         if ours:
-            lines.append("| " + " | ".join([*heads, "ours", *(_entry(ours.get(m), m in means and means[m] == top) for m in names)]) + " |")
+            lines.append("| " + " | ".join([*heads, "ours", *(_entry(ours.get(m), m in means and means[m] == top, seeds) for m in names)]) + " |")
             heads = [""] * len(keys)
         if c in paper:
             lines.append("| " + " | ".join([*heads, "paper", *(_published(paper[c].get(m)) for m in names)]) + " |")
@@ -101,7 +102,7 @@ def table(
 
 def _notes(study: str, scale: str, cells: Sequence[dict]) -> str:
     "What to know before comparing."
-    lines = [f"{TITLES[study]}. Test accuracy in percent: mean ± SD over seeds; in bold the best of ours in its row."]
+    lines = [f"{TITLES[study]}. Test accuracy in percent: mean ± SD over seeds; in bold the best of ours in its row; (1), (2): so many seeds only, not to be compared with the rest of the row but by pairs."]
     if not cells:
         return lines[0] + f" Nothing of ours at scale {scale} yet: `fedl2p run {study} --scale {scale}` fills it in.\n"
     seeds = {c["seed"] for c in cells}

@@ -155,8 +155,8 @@ def test_table_numbers(tmp_path):
     assert found[row]["ft-c"] == [50.0, 70.0] and found[row._replace(pool="unseen")]["ft-c"] == [40.0, 40.0]
     assert math.isnan(found[row]["fedl2p"][0])
     text = table("speech", "small", tmp_path)
-    assert "| 5 | seen | ours | 20.0 | **60.0 ± 14.1** | — | — | — | diverges |" in text
-    assert "| 5 | unseen | ours | 10.0 | **40.0 ± 0.0** |" in text
+    assert "| 5 | seen | ours | 20.0 (1) | **60.0 ± 14.1** | — | — | — | diverges |" in text
+    assert "| 5 | unseen | ours | 10.0 (1) | **40.0 ± 0.0** |" in text
     assert "87.8 ± 0.5" in text  # the paper's, right below
 
 
