@@ -96,9 +96,9 @@ def table(
     out: Path = Path("results"), # folder with results
     methods: tuple[str, ...] = (), # columns; none is the paper's, and ours that are there
 ) -> None:
-    "Show a table of the paper with our numbers in it, and write it to OUT/STUDY-SCALE.md."
+    "Show a table of the paper with our numbers in it, and write it, unless it has other columns, to OUT/STUDY-SCALE.md."
     text = make_table(study, scale, out, methods)
-    if out.exists():
+    if out.exists() and not methods:
         write_file(out / f"{study}-{scale}.md", text.encode())
     show(text)
 

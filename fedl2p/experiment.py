@@ -28,7 +28,7 @@ from . import __version__
 from .bn import mix_bn
 from .data import Client, Federation, digits_federation
 from .digits import SHIFTS, small_cnn
-from .federated import changed, pretrain, quiet
+from .federated import Diverged, changed, pretrain, quiet
 from .finetune import GRID, baselines
 from .learner import Config, FedL2P, Result, l2p_client, l2p_passes, score_all, score_strategies
 from .metanet import signature, write_file
@@ -123,7 +123,7 @@ def run_seed(
     def fedl2p(method: str, config: Config, folder: Path) -> list[dict]:
         try:
             learner = FedL2P(model, config).fit(federation.seen, folder, workers, track)
-        except RuntimeError as error:  # nobody could learn, which is a result, too
+        except Diverged as error:  # nobody could learn, which is a result, too
             warnings.warn(f"{method} has no result: {error}", RuntimeWarning, stacklevel=2)
             return []
         learner.save(folder / "policy.safetensors")
@@ -208,7 +208,7 @@ def plot_strategies(found: Sequence[dict], names: tuple[Sequence[str], Sequence[
     import matplotlib.pyplot as plt
 
     methods, domains = (list(dict.fromkeys(r[key] for r in found)) for key in ("method", "domain"))
-    fig, axes = plt.subplots(max(len(methods), 1), 2, figsize=(11, 2.2 + 1.9 * len(methods)), layout="constrained", width_ratios=[1, 2], squeeze=False, sharex="col", sharey="col")
+    fig, axes = plt.subplots(max(len(methods), 1), 2, figsize=(12, 2.2 + 1.9 * len(methods)), layout="constrained", width_ratios=[1, 2], squeeze=False, sharex="col", sharey="col")
     for row, method in zip(axes, methods, strict=False):
         for ax, key, labels in zip(row, ("beta", "eta"), names, strict=True):
             for d, domain in enumerate(domains):
@@ -219,7 +219,7 @@ def plot_strategies(found: Sequence[dict], names: tuple[Sequence[str], Sequence[
             ax.set_xticklabels(labels, rotation=60, ha="right")
     axes[0, 0].set_ylim(-0.05, 1.05)
     if methods:
-        axes[0, 1].legend(fontsize="small", ncol=2)
+        fig.legend(*axes[0, 1].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
     return fig
 
 # %% ../nbs/11_experiment.ipynb #665445f0

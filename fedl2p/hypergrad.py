@@ -227,7 +227,8 @@ class _NativeConv(TorchFunctionMode):
 
     def convolve(self, func, input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
         # A Python function costs some microseconds for every call, which only large convolutions win back.
-        if isinstance(padding, str) or input.dim() != weight.dim() or input.numel() < self.smallest:
+        # With mixed precision, the library's routines would meet two precisions in one call.
+        if isinstance(padding, str) or input.dim() != weight.dim() or input.numel() < self.smallest or torch.is_autocast_enabled(input.device.type):
             return func(input, weight, bias, stride, padding, dilation, groups)
         n = input.dim() - 2
         stride, padding, dilation = ([o] * n if isinstance(o, int) else list(o) for o in (stride, padding, dilation))

@@ -205,7 +205,7 @@ def _fit(learner: FedL2P, clients: Sequence[Client], folder: str | Path | None, 
 
 
 def _prefixed(which: str, state: State) -> State:
-    return {f"{which}.{name}": t for name, t in state.items()}
+    return {f"{which}.{name}": t.clone() for name, t in state.items()}  # copies: the best may be the last, and a file wants each number once
 
 
 def _record(r: Round) -> dict:

@@ -53,7 +53,7 @@ class Config:
     beta: float = 0.0 # mixing ratio of every batch norm, with learn=lr
     statistics: Literal["running", "exact"] = "running" # how a client's batch-norm statistics start
     augment: Literal["none", "crop-flip"] = "none" # looks of training images; the authors' code for CIFAR-10 has crop-flip
-    keep: Literal["lowest", "paired"] = "lowest" # the lambda with the lowest validation loss; or with the lowest above that of the untrained meta-nets on the same clients
+    keep: Literal["lowest", "paired"] = "lowest" # the lambda with the lowest validation loss; or with the lowest difference to that of the untrained meta-nets on the same clients
     hidden: int = 100 # neurons in each hidden layer of the meta-nets
     seed: int = 0 # of everything random (an experiment has seeds of its own)
 

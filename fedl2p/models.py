@@ -61,7 +61,11 @@ def imagenet_resnet18(
     if weights is None:
         from torchvision.models import ResNet18_Weights
 
-        state = ResNet18_Weights.IMAGENET1K_V1.get_state_dict(progress=True, check_hash=True)
+        try:
+            state = ResNet18_Weights.IMAGENET1K_V1.get_state_dict(progress=True, check_hash=True)
+        except OSError as error:
+            there, name = Path(torch.hub.get_dir(), "checkpoints"), Path(ResNet18_Weights.IMAGENET1K_V1.url).name
+            raise OSError(f"torchvision's weights cannot be downloaded ({error}); put {name} into {there}, or name a file of your own as weights") from error
     else:
         state = torch.load(weights, weights_only=True, map_location="cpu")  # tensors only: nothing in the file is executed
     body = {name: t.float() if t.is_floating_point() else t for name, t in state.items() if not name.startswith("fc.")}
@@ -72,11 +76,11 @@ def imagenet_resnet18(
 
 # %% ../nbs/09_models.ipynb #b3c04eca
 def small_resnet(
-    stem: str = "cifar", # cifar or speech
+    stem: str = "cifar", # one of `STEMS`
     classes: int = 10, # outputs of the head
     width: int = 8, # channels of the first stage; each further one has twice as many and half the pixels
     blocks: Sequence[int] = (1, 1, 1), # residual blocks in each stage
-    stride: int | None = None, # of the first convolution; None is the stem's own, 1 for cifar and 2 for speech
+    stride: int | None = None, # of the first convolution; None is the stem's own, 1 for cifar and 2 for the others
     seed: int = 0, # of the initial weights
 ) -> nn.Sequential:
     "A ResNet of torchvision's basic blocks, as wide and deep as asked."

@@ -164,7 +164,7 @@ def profile(
             raise ValueError(f"what enters layer {name!r} is not finite; look for NaN or infinity in x")
     xi, feature_stats = [], []
     for name, (mean, var) in pretrained.items():
-        xi.append(symmetric_kl(seen[name].mean, seen[name].var, mean, var, eps).mean())
+        xi.append(symmetric_kl(seen[name].mean, seen[name].var, mean.to(seen[name].mean), var.to(seen[name].var), eps).mean())
     for name in layers:
         whole = seen[name].pool()
         feature_stats += [whole.mean[0], (whole.var[0] + eps).sqrt()]

@@ -54,17 +54,17 @@ def _corrupted(scale: str, root: Path) -> Setting:
         clients=lambda alpha, seed: (cifar10c(root, (25, 5, 2)[at], alpha, seed, (None, 62, 20)[at], corruptions=(CORRUPTIONS, CORRUPTIONS, CORRUPTIONS[:2])[at], own=at > 0), []),
         config=replace(base.config, patience=100, fraction=(0.1, 0.12, 0.5)[at]),
         scored=None,
-        differs=base.differs and "corruptions of our own making; 50 clients of 62 images, 6 in a round, 10 rounds, all scored; network and pretraining as for cifar10",
+        differs=("", "corruptions of our own making; 50 clients of 62 images, 6 in a round, 10 rounds, all scored; network and pretraining as for cifar10", base.differs)[at],
     )
 
 
-def _domains(scale: str, root: Path, load: Callable[..., list[Client]], fraction: float) -> Setting:
+def _domains(scale: str, root: Path, load: Callable[..., list[Client]], fraction: float, patience: int) -> Setting:
     at, backbone = SCALES.index(scale), Path(root) / "resnet18_backbone.pt"
     own = backbone if at and backbone.exists() else None
     return Setting(
         clients=lambda alpha, seed: (load(alpha, seed, (224, 64, 32)[at]), []),
         model=lambda seed: imagenet_resnet18(10, seed, own) if scale != "smoke" else small_resnet("imagenet", width=2, blocks=(1,), seed=seed),
-        config=Config(lr=1e-2, rounds=(500, 5, 1)[at], fraction=(fraction, fraction, 0.5)[at], meta_steps=(3, 3, 1)[at], patience=100, hvp=("exact", "forward", "exact")[at]),
+        config=Config(lr=1e-2, rounds=(100, 5, 1)[at], fraction=(fraction, fraction, 0.5)[at], meta_steps=(3, 3, 1)[at], patience=patience, hvp=("exact", "forward", "exact")[at]),
         recipe=None,
         differs=("", f"{'fp16-derived ImageNet backbone; ' if own else ''}images of 64 pixels a side{'; 5 clients of 60 images a domain' if fraction < 1 else ''}; 5 rounds; second derivatives by differences", "a few rounds of almost nothing")[at],
     )
@@ -76,7 +76,7 @@ def _speech(scale: str, root: Path) -> Setting:
     return Setting(
         clients=lambda alpha, seed: speech(root, (250, 64, 3)[at], (50, 16, 2)[at], seed),
         model=lambda seed: model("speech", 12, seed=seed),
-        config=Config(lr=1e-2, rounds=(500, 10, 1)[at], fraction=(0.1, 0.1, 0.5)[at], meta_steps=(3, 3, 1)[at], keep=("lowest", "paired", "lowest")[at]),
+        config=Config(lr=1e-2, rounds=(100, 10, 1)[at], fraction=(0.1, 0.1, 0.5)[at], meta_steps=(3, 3, 1)[at], keep=("lowest", "paired", "lowest")[at]),
         recipe={"rounds": (500, 300, 2)[at], "epochs": (1, 3, 1)[at], "fraction": (0.1, 0.1, 0.5)[at], "final_lr": 0.01},
         differs=("", "ResNet of 3 blocks and 8 to 32 channels; 64 seen and 16 unseen speakers with 30 clips each; 6 clients in a round, 10 rounds (300 of pretraining, 6 clients with 3 epochs each); best lambda by paired loss", "a few rounds of almost nothing")[at],
     )
@@ -91,10 +91,10 @@ def setting(
     if scale not in SCALES:
         raise ValueError(f"scale is {scale!r}; allowed are {', '.join(SCALES)}")
     if dataset == "office":
-        return _domains(scale, root, lambda alpha, seed, pixels: office(root, seed, pixels), 1.0)
+        return _domains(scale, root, lambda alpha, seed, pixels: office(root, seed, pixels), 1.0, 100)
     if dataset == "domainnet":
         each, size = {"paper": (25, None), "small": (5, 60), "smoke": (2, None)}[scale]
-        return _domains(scale, root, lambda alpha, seed, pixels: domainnet(root, each, alpha, seed, pixels, size), 0.1)
+        return _domains(scale, root, lambda alpha, seed, pixels: domainnet(root, each, alpha, seed, pixels, size), 0.1, 50)
     if dataset not in (others := {"cifar10": _cifar, "cifar10c": _corrupted, "speech": _speech}):
         raise ValueError(f"dataset is {dataset!r}; allowed are {', '.join(others)}, office, domainnet")
     return others[dataset](scale, root)

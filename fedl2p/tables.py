@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from .experiment import part, plot_strategies
-from .paper import METHODS, TABLES, TITLES, Condition
-from .studies import OURS, columns, conditions
+from .paper import TABLES, TITLES, Condition
+from .studies import NAMES, OURS, columns, conditions
 
 # %% ../nbs/tables.ipynb #2e88de31
 def results(
@@ -33,7 +33,7 @@ def condition_of(
     return Condition(cell["dataset"], cell["alpha"], cell["epochs"], cell["pretraining"], pool)
 
 
-Found = dict[Condition, dict[str, list[float]]]  # condition -> method -> accuracy of each seed; nan where it diverged
+Found = dict[Condition, dict[str, dict[int, float]]]  # condition -> method -> seed -> accuracy in percent; nan where it diverged
 
 
 def collect(
@@ -42,26 +42,35 @@ def collect(
     "Accuracies of all seeds."
     found: Found = {}
     for cell in cells:
-        for pool, value in (cell["accuracy"] or {"seen": float("nan")}).items():
-            found.setdefault(condition_of(cell, pool), {}).setdefault(cell["method"], []).append(100 * value)
+        for pool, value in cell["accuracy"].items():
+            found.setdefault(condition_of(cell, pool), {}).setdefault(cell["method"], {})[cell["seed"]] = float("nan") if value is None else 100 * value
     return found
 
 
-def _entry(values: Sequence[float] | None, best: bool, seeds: int) -> str:
-    "Mean and standard deviation as text; the number of seeds, if others in the row have more."
-    if not values:
+def _shared(row: dict[str, dict[int, float]], names: Sequence[str]) -> set[int]:
+    "Seeds that all of some methods have, if they have any."
+    there = [set(row[m]) for m in names if m in row]
+    return set.intersection(*there) if there else set()
+
+
+def _entry(values: dict[int, float], seeds: set[int], best: bool = False) -> str:
+    "Mean and standard deviation over the seeds that a row shares; over others, with their number, where these are not all there."
+    common = seeds if seeds and seeds <= set(values) else set(values)
+    numbers = [values[seed] for seed in sorted(common)]
+    if not numbers:
         return "—"
-    if any(v != v for v in values):
+    if any(v != v for v in numbers):
         return "diverges"
-    text = f"{statistics.mean(values):.1f}" + (f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else "")
-    return f"**{text}**" if best else text if len(values) == seeds else f"{text} ({len(values)})"
+    text = f"{statistics.mean(numbers):.1f}" + (f" ± {statistics.stdev(numbers):.1f}" if len(numbers) > 1 else "")
+    return f"**{text}**" if best else text if common == seeds else f"{text} ({len(numbers)})"
 
 
 def _published(entry: tuple[float, float | None] | None) -> str:
+    "As the paper prints it."
     if entry is None:
         return "—"
     mean, sd = entry
-    return "diverges" if mean != mean else f"{mean:.1f}" + (f" ± {sd:.1f}" if sd is not None else "")
+    return "diverges" if mean != mean else f"{mean:.2f}" + (f" ± {sd:.2f}" if sd is not None else "")
 
 
 def _asks_of_many(study: str) -> bool:
@@ -78,37 +87,40 @@ def table(
     "A table of the paper with our numbers in it."
     there = list(results(out, scale))
     found, paper = collect(there), TABLES[study] if study in TABLES else conditions(study)  # which says what is allowed
-    rows, names = list(paper), columns(study, methods)
-    own = {c.dataset for c in rows}
-    rows += [c for c in found if c not in paper and all(m in found[c] for m in names) and (c.dataset in own or _asks_of_many(study))]
-    if not methods:
-        names += [m for m in OURS if any(m in found.get(c, {}) for c in rows)]
+    own, starts = columns(study, methods), {(c.dataset, c.pretraining) for c in paper}
+    rows = [*paper, *(c for c in found if c not in paper and _fits(found[c], own, (c.dataset, c.pretraining) in starts, _asks_of_many(study)))]
+    names = own if methods else own + [m for m in OURS if any(m in found.get(c, {}) for c in rows)]
     keys = [k for k in Condition._fields if len({getattr(c, k) for c in rows}) > 1 or k == "epochs"]
-    titles = {**METHODS, **OURS}
-    lines = ["| " + " | ".join([*keys, "", *(titles[m] for m in names)]) + " |", "|" + "---|" * (len(keys) + 1) + "---:|" * len(names)]
+    lines = ["| " + " | ".join([*keys, "", *(NAMES[m] for m in names)]) + " |", "|" + "---|" * (len(keys) + 1) + "---:|" * len(names)]
     for c in rows:
         ours = found.get(c, {})
-        seeds = max((len(v) for m, v in ours.items() if m in names), default=0)
-        means = {m: statistics.mean(v) for m, v in ours.items() if m in names and len(v) == seeds and not any(x != x for x in v)}
-        top = max(means.values(), default=None)
+        seeds = _shared(ours, own)
+        means = {m: statistics.mean(ours[m][seed] for seed in seeds) for m in names if seeds and seeds <= set(ours.get(m, {}))}
+        top = max((v for v in means.values() if v == v), default=None)
         heads = ["" if getattr(c, k) is None else f"{getattr(c, k):g}" if k in ("alpha", "epochs") else getattr(c, k) for k in keys]
-        if ours:
-            lines.append("| " + " | ".join([*heads, "ours", *(_entry(ours.get(m), m in means and means[m] == top, seeds) for m in names)]) + " |")
+        if any(m in ours for m in names):
+            lines.append("| " + " | ".join([*heads, "ours", *(_entry(ours.get(m, {}), seeds, means.get(m) == top is not None) for m in names)]) + " |")
             heads = [""] * len(keys)
         if c in paper:
             lines.append("| " + " | ".join([*heads, "paper", *(_published(paper[c].get(m)) for m in names)]) + " |")
-    return "\n".join(lines) + "\n\n" + _notes(study, scale, [cell for cell in there if condition_of(cell) in {c._replace(pool="seen") for c in rows} and cell["method"] in names])
+    shown = {c._replace(pool="seen") for c in rows}
+    return "\n".join(lines) + "\n\n" + _notes(study, scale, [cell for cell in there if condition_of(cell) in shown and cell["method"] in names])
+
+
+def _fits(row: dict[str, dict[int, float]], names: Sequence[str], same_start: bool, of_many: bool) -> bool:
+    "Whether a row of ours that the paper does not have belongs into a table."
+    return any(m in row for m in names) if same_start else of_many and all(m in row for m in names)
 
 
 def _notes(study: str, scale: str, cells: Sequence[dict]) -> str:
     "What to know before comparing."
-    lines = [f"{TITLES[study]}. Test accuracy in percent: mean ± SD over seeds; in bold the best of ours in its row; (1), (2): so many seeds only, not to be compared with the rest of the row but by pairs."]
+    lines = [f"{TITLES[study]}. Test accuracy in percent: mean ± SD over the seeds that all columns of the paper have; in bold the best of ours in its row; (1), (2): other seeds, so many, not to be compared with the rest of the row but by pairs."]
     if not cells:
         return lines[0] + f" Nothing of ours at scale {scale} yet: `fedl2p run {study} --scale {scale}` fills it in.\n"
     seeds = {c["seed"] for c in cells}
     hours = sum(c["seconds"] + c["pretraining_seconds"] for c in cells) / 3600
     machines = dict.fromkeys(f"{c['machine']['device']}, {c['machine']['cores']} cores" for c in cells)
-    lines.append(f"Ours: scale {scale}, seeds {', '.join(map(str, sorted(seeds)))}, {len(cells)} cells, {hours:.1f} hours on {'; '.join(machines)}.")
+    lines.append(f"Ours: scale {scale}, seeds {', '.join(map(str, sorted(seeds)))}, {len(cells)} cells, {hours:.1f} hours on {'; '.join(machines)} (of a cell that was stopped, the last part counts).")
     lines += [f"{d} differs from the paper: {text}." for d, text in dict.fromkeys((c["dataset"], c["differs"]) for c in cells) if text]
     return "\n\n".join(lines) + "\n"
 
@@ -126,13 +138,15 @@ def plot_table(
     fig, axes = plt.subplots(1, 2, figsize=(12, 4.2), layout="constrained")
     for i, row in enumerate(paper):
         label = ", ".join(f"{k} {getattr(row, k)}" for k in keys) or row.dataset
-        ours = {m: (statistics.mean(v), statistics.stdev(v) if len(v) > 1 else 0.0) for m, v in found.get(row, {}).items()}
+        seeds = _shared(found.get(row, {}), names)
+        values = {m: [v[seed] for seed in seeds] for m, v in found.get(row, {}).items() if seeds and seeds <= set(v)}
+        ours = {m: (statistics.mean(v), statistics.stdev(v) if len(v) > 1 else 0.0) for m, v in values.items()}
         for ax, values in zip(axes, (ours, paper[row]), strict=True):
             some = [m for m in names if m in values and values[m][0] == values[m][0]]
             ax.errorbar([names.index(m) for m in some], [values[m][0] for m in some], [values[m][1] or 0.0 for m in some], marker="o", ms=4, lw=1, color=f"C{i}", ls="-" if i < 10 else "--", label=label)
     for ax, title in zip(axes, (f"ours, scale {scale}", "the paper"), strict=True):
         ax.set(title=title, ylabel="test accuracy (%)", xticks=range(len(names)))
-        ax.set_xticklabels([METHODS[m] for m in names], rotation=30, ha="right")
+        ax.set_xticklabels([NAMES[m] for m in names], rotation=30, ha="right")
     axes[1].legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
     return fig
 
@@ -168,12 +182,12 @@ def comparison(
     rows = [c for c in collect(there) if (c.dataset, c.pretraining) in starts or _asks_of_many(study)]
     differences = {c: {m: paired(there, c, method, m) for m in others} for c in rows}
     names = [m for m in others if any(d[m] for d in differences.values())]
-    lines = ["| data | " + " | ".join(f"minus {METHODS.get(m) or OURS[m]}" for m in names) + " | clients |", "|---|" + "---:|" * (len(names) + 1)]
+    lines = ["| data | " + " | ".join(f"minus {NAMES[m]}" for m in names) + " | clients |", "|---|" + "---:|" * (len(names) + 1)]
     for c, d in differences.items():
         if any(d.values()):
             label = ", ".join(f"{k} {v:g}" if isinstance(v, float | int) else v for k, v in c._asdict().items() if v is not None)
             lines.append(f"| {label} | " + " | ".join(f"{d[m][0]:+.1f} ± {d[m][1]:.1f}" if d[m] else "—" for m in names) + f" | {max(v[2] for v in d.values() if v)} |")
-    return f"{METHODS.get(method) or OURS[method]}, percentage points, mean ± standard error over clients:\n\n" + "\n".join(lines) + "\n"
+    return f"{NAMES[method]}, percentage points, mean ± standard error over clients:\n\n" + "\n".join(lines) + "\n"
 
 # %% ../nbs/tables.ipynb #210954ea
 def plot_rounds(
@@ -181,24 +195,24 @@ def plot_rounds(
     scale: str, # one of `SCALES`
     out: str | Path, # folder with results
 ):
-    "Validation loss of each round, less that of the untrained meta-nets: a panel for each row, a line for each method, a dot for each seed."
+    "Validation loss of each round, less that of the untrained meta-nets where it is known: a panel for each row, a line for each method, a dot for each seed."
     import matplotlib.pyplot as plt
 
     own = {c.dataset for c in TABLES[study]}
-    learned = [c for c in results(out, scale) if c["dataset"] in own and c.get("rounds") and "start_loss" in c["rounds"][0]]
-    rows = list(dict.fromkeys((c["pretraining"], c["alpha"], c["epochs"]) for c in learned))
-    methods = list(dict.fromkeys(c["method"] for c in learned))
+    learned = [c for c in results(out, scale) if c["dataset"] in own and c.get("rounds")]
+    rows, methods = list(dict.fromkeys(map(condition_of, learned))), list(dict.fromkeys(c["method"] for c in learned))
     fig, axes = plt.subplots(1, max(len(rows), 1), figsize=(3.2 * max(len(rows), 1) + 2, 3), layout="constrained", squeeze=False, sharey=True)
     for ax, where in zip(axes[0], rows, strict=False):
         for i, method in enumerate(methods):
-            lines = [[r["val_loss"] - r["start_loss"] for r in c["rounds"] if r["val_loss"] is not None] for c in learned if (c["pretraining"], c["alpha"], c["epochs"], c["method"]) == (*where, method)]
-            if lines:
-                n = min(map(len, lines))
-                ax.plot(range(1, n + 1), [statistics.mean(v[t] for v in lines) for t in range(n)], color=f"C{i}", label=METHODS.get(method) or OURS[method])
-                for v in lines:
-                    ax.plot(range(1, len(v) + 1), v, ".", ms=3, color=f"C{i}", alpha=0.5)
+            by_round: dict[int, list[float]] = {}
+            for r in (r for c in learned if condition_of(c) == where and c["method"] == method for r in c["rounds"] if r["val_loss"] is not None):
+                by_round.setdefault(r["round"], []).append(r["val_loss"] - r.get("start_loss", 0.0))
+            for r, values in by_round.items():
+                ax.plot([r] * len(values), values, ".", ms=3, color=f"C{i}", alpha=0.5)
+            if by_round:
+                ax.plot(list(by_round), [statistics.mean(v) for v in by_round.values()], color=f"C{i}", label=NAMES[method])
         ax.axhline(0, color="grey", lw=0.5)
-        ax.set(title=f"{where[0]}, " + (f"alpha {where[1]:g}, " if where[1] else "") + f"e {where[2]}", xlabel="round")
+        ax.set(title=f"{where.dataset}, {where.pretraining}" + (f"\nalpha {where.alpha:g}, " if where.alpha else "\n") + f"e {where.epochs}", xlabel="round")
     axes[0, 0].set_ylabel("validation loss less untrained")
     labelled = {label: line for ax in axes[0] for line, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     fig.legend(labelled.values(), labelled.keys(), fontsize="small", loc="outside right center")
@@ -209,7 +223,7 @@ def plot_learned(
     cells: Sequence[dict], # of methods that learn, on one network
 ):
     "Beta of each batch norm and eta of each tensor, as the meta-nets give them to each client."
-    found = [{**r, "method": f"{METHODS.get(c['method']) or OURS[c['method']]}, {c['dataset']}" + (f", alpha {c['alpha']:g}" if c["alpha"] else ""), "domain": r["domain"] or "a client"} for c in cells for r in c["clients"]]
+    found = [{**r, "method": f"{NAMES[c['method']]}, {c['dataset']}" + (f", alpha {c['alpha']:g}" if c["alpha"] else ""), "domain": r["domain"] or "a client"} for c in cells for r in c["clients"]]
     return plot_strategies(found, (cells[0]["layers"]["beta"], cells[0]["layers"]["eta"]))
 
 # %% ../nbs/tables.ipynb #94427d30
@@ -226,7 +240,7 @@ def plot_headings(
     fig, ax = plt.subplots(figsize=(8, 0.8 + 0.35 * len(rows)), layout="constrained")
     for i, method in enumerate(methods):
         some = [c for c in cells if c["method"] == method]
-        ax.plot([statistics.mean(c["last"]["eta"]) / c["settings"]["lr"] for c in some], [rows.index(condition_of(c)) for c in some], "o", ms=5, alpha=0.7, color=("grey", "C0", "C1", "C2")[i % 4], label=METHODS.get(method) or OURS[method])
+        ax.plot([statistics.mean(c["last"]["eta"]) / c["settings"]["lr"] for c in some], [rows.index(condition_of(c)) for c in some], "o", ms=5, alpha=0.7, color=("grey", "C0", "C1", "C2")[i % 4], label=NAMES[method])
     ax.axvline(1, color="grey", lw=0.5)
     ax.set(yticks=range(len(rows)), yticklabels=[", ".join([c.dataset, c.pretraining, *([f"alpha {c.alpha:g}"] if c.alpha else []), f"e {c.epochs}"]) for c in rows], xlabel="mean learning rate after the last round / initial one", xlim=(0, None))
     ax.invert_yaxis()

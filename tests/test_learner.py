@@ -13,7 +13,7 @@ from torch import nn
 from fedl2p.bn import mix_bn
 from fedl2p.data import Client, Data, digits_federation
 from fedl2p.digits import small_cnn
-from fedl2p.federated import Round, fingerprint, quiet
+from fedl2p.federated import Diverged, Round, fingerprint, quiet
 from fedl2p.finetune import baselines
 from fedl2p.learner import FedL2P, l2p_client, l2p_passes, score_all, score_strategies
 from fedl2p.metanet import MetaNets, bn_c
@@ -280,3 +280,11 @@ def test_baselines_are_scored_like_policies(model, federation):
     results = score_all(partial(score_strategies, model, baselines(model, 0.05), QUICK), federation.unseen, model, workers=1)
     assert [set(r) for r in results] == [set(baselines(model, 0.05))] * 5
     assert {f.name for f in fields(Config)} == set(asdict(Config()))
+
+
+def test_a_first_round_without_answers_can_be_kept(model, federation, tmp_path):
+    """Then the best lambda is the one that was there, and both are written into one file."""
+    wild = replace(QUICK, lr=1e30, fraction=0.5)
+    with pytest.raises(Diverged, match="FloatingPointError"), pytest.warns(RuntimeWarning, match="is left out"):
+        FedL2P(model, wild).fit(federation.seen, tmp_path, workers=1, track=quiet)
+    assert len((tmp_path / "rounds.jsonl").read_text().splitlines()) == 2  # the third empty round in a row is an error

@@ -1,5 +1,6 @@
 """Every study at smoke scale from the command line, on made-up data in the official layouts; cells that are lost, damaged, of other settings; tables."""
 
+import inspect
 import json
 import math
 import os
@@ -7,18 +8,33 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import made_up
 import pytest
 import torch
 
+from fedl2p import datasets, scales
 from fedl2p.cli import main
 from fedl2p.experiment import write_json
+from fedl2p.federated import Recipe, fingerprint
 from fedl2p.models import resnet18
 from fedl2p.paper import TABLES, Condition
 from fedl2p.scales import setting
-from fedl2p.studies import LEARNED, OURS, Cell, Machine, Run, cells, columns, conditions, run_cell, run_study
-from fedl2p.tables import collect, results, table
+from fedl2p.studies import (
+    LEARNED,
+    OURS,
+    Cell,
+    Machine,
+    Run,
+    cells,
+    columns,
+    conditions,
+    pretrained,
+    run_cell,
+    run_study,
+)
+from fedl2p.tables import collect, comparison, results, table
 
 
 @pytest.fixture(scope="module")
@@ -53,18 +69,40 @@ def test_conditions_are_the_papers_unless_asked():
     assert conditions("ablation", datasets=["office"]) == [Condition("office", 1000.0, 15, "imagenet")]
 
 
-def test_papers_settings():
-    """Numbers of the paper's section 4.1 and its appendix, typed in from there."""
-    for dataset in ("cifar10", "cifar10c", "office", "domainnet", "speech"):
-        c = setting(dataset, "paper", "data").config
-        assert (c.batch_size, c.epochs, c.meta_steps, c.rounds) == (32, 15, 3, 500)
+def test_papers_settings(monkeypatch):
+    """Numbers of the paper's section 4.1 and its appendix, typed in from there; patience as in the authors' code."""
+    for dataset, rounds, patience, lr, fraction in (("cifar10", 500, 50, 1e-3, 0.1), ("cifar10c", 500, 100, 1e-3, 0.1), ("office", 100, 100, 1e-2, 1.0), ("domainnet", 100, 50, 1e-2, 0.1), ("speech", 100, 50, 1e-2, 0.1)):
+        how = setting(dataset, "paper", "data")
+        c = how.config
+        assert (c.rounds, c.patience, c.lr, c.fraction) == (rounds, patience, lr, fraction)
+        assert (c.batch_size, c.epochs, c.meta_steps) == (32, 15, 3)
         assert (c.meta_lr_bn, c.meta_lr_lr, c.meta_lr_scale, c.clip, c.neumann_terms, c.psi, c.hidden) == (1e-3, 1e-3, 1e-4, 1.0, 3, 0.1, 100)
         assert (c.estimator, c.scaled, c.statistics, c.keep, c.hvp, c.learn) == ("ift", False, "running", "lowest", "exact", "both")
-        assert c.lr == (1e-3 if dataset.startswith("cifar10") else 1e-2) and c.fraction == (1.0 if dataset == "office" else 0.1)
-        assert setting(dataset, "paper", "data").scored is None and not setting(dataset, "paper", "data").differs
-    recipe = setting("cifar10", "paper", "data").recipe
-    assert (recipe["rounds"], recipe["fraction"], recipe["epochs"]) == (500, 0.1, 1)
-    assert setting("speech", "paper", "data").recipe["final_lr"] == 0.01 and setting("office", "paper", "data").recipe is None
+        assert how.scored is None and not how.differs
+    for dataset, final in (("cifar10", None), ("cifar10c", None), ("speech", 0.01)):
+        recipe = Recipe(**{k: v for k, v in setting(dataset, "paper", "data").recipe.items() if k != "fraction"})
+        assert (recipe.rounds, recipe.epochs, recipe.lr, recipe.final_lr, setting(dataset, "paper", "data").recipe["fraction"]) == (500, 1, 0.1, final, 0.1)
+        assert final or recipe.drops == (0.5, 0.75)  # rounds 250 and 375
+    assert setting("office", "paper", "data").recipe is None
+    asked = {}
+    for name in ("cifar10", "cifar10c", "office", "domainnet", "speech"):
+        monkeypatch.setattr(scales, name, lambda *args, name=name, **kw: asked.update({name: inspect.signature(getattr(datasets, name)).bind(*args, **kw)}) or [])
+        setting(name, "paper", "data").clients(0.5, 3)
+        asked[name].apply_defaults()
+    wanted = {"cifar10": {"n_clients": 1000, "size": 50, "alpha": 0.5}, "cifar10c": {"clients_each": 25, "severity": 3, "own": False, "size": None, "corruptions": datasets.CORRUPTIONS, "alpha": 0.5},
+              "office": {"pixels": 224, "size": None}, "domainnet": {"clients_each": 25, "size": None, "alpha": 0.5}, "speech": {"n_seen": 250, "n_unseen": 50}}
+    for name, arguments in wanted.items():
+        assert {k: asked[name].arguments[k] for k in arguments} == arguments and asked[name].arguments["seed"] == 3
+    layers = [sum(isinstance(m, torch.nn.BatchNorm2d) for m in setting(name, "paper", "data").model(0).modules()) for name in ("cifar10", "speech")]
+    assert layers == [20, 20]
+
+
+def test_corrupted_images_start_from_the_model_for_clean_ones(world):
+    run_study(Run("cifar10c", "smoke", (0.5,), (1,), (0,), ("none",), out=world / "results", machine=Machine(world, 1, "cpu")))
+    assert (world / "results" / "cifar10" / "smoke" / "pretrained" / "fedavg-alpha1000.safetensors").exists()
+    assert not (world / "results" / "cifar10c" / "smoke" / "pretrained").exists()
+    a, b = (pretrained(Condition(name, alpha, 1, "fedavg"), "smoke", world / "results", Machine(world, 1, "cpu")) for name, alpha in (("cifar10c", 0.5), ("cifar10", 1000.0)))
+    assert fingerprint(a) == fingerprint(b)
 
 
 def test_small_scale_takes_the_backbone_that_is_there(world):
@@ -125,7 +163,7 @@ def test_missing_data_leave_out_a_data_set_only(world, tmp_path, capsys):
 
 @pytest.mark.parametrize(("args", "words"), [
     (["mnist"], "mnist"), (["cifar10", "--scale", "huge"], "huge"), (["cifar10", "--seeds", "1", "1"], "different whole numbers"), (["cifar10", "--methods", "ft"], "methods has ft; allowed are none, ft-c"),
-    (["cifar10", "--datasets", "office"], "has no rows for datasets office; allowed are cifar10"), (["cifar10", "--amp", "True", "--device", "cpu"], "allowed with cuda only"),
+    (["cifar10", "--datasets", "office"], "has no rows for datasets office; allowed are cifar10"), (["cifar10", "--amp", "True", "--device", "cpu"], "allowed with cuda and one worker only"),
     (["cifar10", "--alpha", "-1"], "alpha is"), (["cifar10", "--epochs", "0"], "epochs"), (["cifar10", "--device", "tpu"], "device is 'tpu'")])
 def test_wrong_words_are_explained(args, words, tmp_path, capsys):
     try:
@@ -145,40 +183,68 @@ def test_table_before_any_result(tmp_path, capsys):
 def test_table_numbers(tmp_path):
     """Means and deviations by hand; a diverged seed; seeds of different pools."""
     row = Condition("speech", None, 5, "fedavg")
-    values = {("ft-c", 0): {"seen": 0.5, "unseen": 0.4}, ("ft-c", 1): {"seen": 0.7, "unseen": 0.4}, ("fedl2p", 0): {}, ("none", 0): {"seen": 0.2, "unseen": 0.1}}
+    gone = {"seen": None, "unseen": None}
+    values = {("ft-c", 0): {"seen": 0.5, "unseen": 0.4}, ("ft-c", 1): {"seen": 0.7, "unseen": 0.4}, ("fedl2p", 0): gone, ("fedl2p", 1): gone, ("none", 0): {"seen": 0.2, "unseen": 0.1}, ("none", 1): {"seen": 0.3, "unseen": 0.1}, ("ft-i-best", 1): {"seen": 0.9, "unseen": 0.9}}
     for (method, seed), accuracy in values.items():
         path = Cell(row, method, seed).path(tmp_path, "small")
         path.parent.mkdir(parents=True, exist_ok=True)
         about = {k: v for k, v in row._asdict().items() if k != "pool"}
-        write_json(path, {**about, "method": method, "seed": seed, "accuracy": accuracy, "seconds": 1.0, "pretraining_seconds": 0.0, "differs": "made up", "machine": {"device": "cpu", "cores": 2}})
+        clients = [{"client": f"c{i}", "pool": pool, "accuracy": value + 0.1 * i} for pool, value in accuracy.items() for i in (0, 1) if value]
+        write_json(path, {**about, "method": method, "seed": seed, "accuracy": accuracy, "clients": clients, "seconds": 1.0, "pretraining_seconds": 0.0, "differs": "made up", "machine": {"device": "cpu", "cores": 2}})
     found = collect(list(results(tmp_path, "small")))
-    assert found[row]["ft-c"] == [50.0, 70.0] and found[row._replace(pool="unseen")]["ft-c"] == [40.0, 40.0]
-    assert math.isnan(found[row]["fedl2p"][0])
+    assert found[row]["ft-c"] == {0: 50.0, 1: 70.0} and found[row._replace(pool="unseen")]["ft-c"] == {0: 40.0, 1: 40.0}
+    assert all(math.isnan(found[row._replace(pool=pool)]["fedl2p"][0]) for pool in ("seen", "unseen"))
     text = table("speech", "small", tmp_path)
-    assert "| 5 | seen | ours | 20.0 (1) | **60.0 ± 14.1** | — | — | — | diverges |" in text
-    assert "| 5 | unseen | ours | 10.0 (1) | **40.0 ± 0.0** |" in text
-    assert "87.8 ± 0.5" in text  # the paper's, right below
+    assert "| 5 | seen | ours | 25.0 ± 7.1 | **60.0 ± 14.1** | — | — | — | diverges | 90.0 (1) |" in text
+    assert "| 5 | unseen | ours | 10.0 ± 0.0 | **40.0 ± 0.0** |" in text
+    assert "87.77 ± 0.47" in text  # the paper's, right below, as printed
+    assert "| speech, epochs 5, fedavg, seen | +35.0 ± 0.0 | 2 |" in comparison("speech", "small", tmp_path, "ft-c", ("none",))  # (30 + 40) / 2 on both clients
 
 
-def test_only_divergence_is_a_result(world, monkeypatch):
-    """A GPU that is full, a disk that is full: neither is a number in a table, nor a data set that is missing."""
+def fails_for(client_id, error, function):
+    """The function, but one client meets an error."""
+    def work(*args):
+        if args[-1].id == client_id:
+            raise error
+        return function(*args)
+    return work
+
+
+def test_a_client_that_is_lost_is_no_result(world, monkeypatch):
+    """A GPU that is full for the largest client must not leave a mean over the others."""
     import fedl2p.studies as studies
 
-    run = one(world, "fedl2p", 9)
-    for error, words in ((RuntimeError("all of its 2 clients failed; the first: FloatingPointError: the loss is nan"), None), (RuntimeError("CUDA out of memory"), "CUDA"), (OSError("no space left"), "no space")):
-        def fails(*_, error=error):
-            raise error
-        monkeypatch.setattr(studies, "_results", fails)
-        if words is None:
-            with pytest.warns(RuntimeWarning, match="has no result"):
+    for method, name in (("ft-c", "score_strategies"), ("l2p", "l2p_client")):
+        run = one(world, method, 9)
+        path = cells(run)[0].path(run.out, "smoke")
+        seen = studies._drawn(studies._clients("cifar10", "smoke", world, 0.5)[0], 2, 9)
+        with monkeypatch.context() as patch, pytest.warns(RuntimeWarning, match="out of memory"):
+            patch.setattr(studies, name, fails_for(seen[1].id, RuntimeError("CUDA out of memory"), getattr(studies, name)))
+            with pytest.raises(RuntimeError, match="scored: {'seen': 1}"):
                 run_study(run)
-            path = cells(run)[0].path(run.out, "smoke")
-            assert json.loads(path.read_text())["accuracy"] == {}
-            path.unlink()
-        else:
-            with pytest.raises(type(error), match=words):
-                run_study(run)
-            assert not path.exists()
+        assert not path.exists()
+        run_study(run)
+        assert path.exists()
+
+
+def test_divergence_is_a_result(world, tmp_path, monkeypatch):
+    import fedl2p.studies as studies
+
+    plain = studies._config
+    monkeypatch.setattr(studies, "_config", lambda *args: replace(plain(*args), lr=1e30, fraction=1.0))
+    run = Run("speech", "smoke", (), (2,), (0,), ("fedl2p",), out=tmp_path, machine=Machine(world, 1, "cpu"))
+    with pytest.warns(RuntimeWarning, match="has no result"):
+        run_study(run)
+    found = json.loads(cells(run)[0].path(run.out, "smoke").read_text())
+    assert found["accuracy"] == {"seen": None, "unseen": None} and "FloatingPointError" in found["diverged"]
+    assert table("speech", "smoke", tmp_path, ["fedl2p"]).count("diverges |") == 2
+
+
+def test_other_clients_or_models_are_noticed(world, tmp_path):
+    run_study(replace(one(world), out=tmp_path))
+    made_up.cifar10(tmp_path, n=130)
+    with pytest.raises(ValueError, match="other clients or another pretrained model|other settings: model and clients"):
+        run_study(replace(one(tmp_path, "ft-g"), out=tmp_path))
 
 
 def test_killed_and_continued(world, tmp_path):
@@ -190,10 +256,13 @@ import fedl2p.studies as s
 plain = s.setting
 s.setting = lambda d, scale, root: replace(plain(d, scale, root), config=replace(plain(d, scale, root).config, rounds=6))
 run = s.Run("cifar10", "smoke", (0.5,), (5,), (0,), ("fedl2p",), out=Path(sys.argv[1]), machine=s.Machine(Path({str(world)!r}), 1, "cpu"))
-s.run_study(run)
+def track(rounds, title, total, done):
+    if title.endswith("fedl2p"): print("began with", done)
+    return rounds
+s.run_study(run, track)
 """
     done, broken = tmp_path / "done", tmp_path / "broken"
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code, str(done)], check=True)
+    assert "began with 0" in subprocess.run([sys.executable, "-W", "ignore", "-c", code, str(done)], check=True, capture_output=True, text=True).stdout
     process = subprocess.Popen([sys.executable, "-W", "ignore", "-c", code, str(broken)])
     deadline = time.time() + 120
     while not list(broken.glob("**/rounds.jsonl")) and time.time() < deadline:
@@ -201,7 +270,8 @@ s.run_study(run)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert list(broken.glob("**/rounds.jsonl")) and not list(broken.glob("**/fedl2p-seed0.json"))
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code, str(broken)], check=True)
+    said = subprocess.run([sys.executable, "-W", "ignore", "-c", code, str(broken)], check=True, capture_output=True, text=True).stdout
+    assert "began with 0" not in said and "began with" in said
     first, second = (json.loads(next(folder.glob("**/fedl2p-seed0.json")).read_text()) for folder in (done, broken))
     assert len(first["rounds"]) == 6
     assert all(first[k] == second[k] for k in ("accuracy", "rounds", "clients"))
