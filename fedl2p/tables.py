@@ -83,12 +83,14 @@ def table(
     scale: str, # one of `SCALES`
     out: str | Path, # folder with results
     methods: Sequence[str] = (), # columns; none is the paper's, and ours that are there
+    run_only: bool = False, # leave out rows that we have not run
 ) -> str: # Markdown
     "A table of the paper with our numbers in it."
     there = list(results(out, scale))
     found, paper = collect(there), TABLES[study] if study in TABLES else conditions(study)  # which says what is allowed
     own, starts = columns(study, methods), {(c.dataset, c.pretraining) for c in paper}
     rows = [*paper, *(c for c in found if c not in paper and _fits(found[c], own, (c.dataset, c.pretraining) in starts, _asks_of_many(study)))]
+    rows = [c for c in rows if found.get(c) or not run_only]
     names = own if methods else own + [m for m in OURS if any(m in found.get(c, {}) for c in rows)]
     keys = [k for k in Condition._fields if len({getattr(c, k) for c in rows}) > 1 or k == "epochs"]
     lines = ["| " + " | ".join([*keys, "", *(NAMES[m] for m in names)]) + " |", "|" + "---|" * (len(keys) + 1) + "---:|" * len(names)]
