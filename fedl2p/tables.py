@@ -200,8 +200,8 @@ def plot_rounds(
     "Validation loss of each round, less that of the untrained meta-nets where it is known: a panel for each row, a line for each method, a dot for each seed."
     import matplotlib.pyplot as plt
 
-    own = {c.dataset for c in TABLES[study]}
-    learned = [c for c in results(out, scale) if c["dataset"] in own and c.get("rounds")]
+    starts = {(c.dataset, c.pretraining) for c in TABLES[study]}
+    learned = [c for c in results(out, scale) if (c["dataset"], c["pretraining"]) in starts and c.get("rounds")]
     rows, methods = list(dict.fromkeys(map(condition_of, learned))), list(dict.fromkeys(c["method"] for c in learned))
     fig, axes = plt.subplots(1, max(len(rows), 1), figsize=(3.2 * max(len(rows), 1) + 2, 3), layout="constrained", squeeze=False, sharey=True)
     for ax, where in zip(axes[0], rows, strict=False):
