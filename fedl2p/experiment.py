@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Rows', 'write_json', 'part', 'choose_rates', 'records', 'run_seed', 'summarise', 'markdown', 'plot_accuracy',
-           'plot_learning', 'plot_strategies', 'Demo', 'pick_device', 'versions', 'open_folder', 'run_demo',
-           'write_results']
+           'plot_learning', 'plot_strategies', 'check_seeds', 'Demo', 'pick_device', 'versions', 'open_folder',
+           'run_demo', 'write_results']
 
 # %% ../nbs/11_experiment.ipynb #4142565d
 import json
@@ -223,6 +223,14 @@ def plot_strategies(found: Sequence[dict], names: tuple[Sequence[str], Sequence[
     return fig
 
 # %% ../nbs/11_experiment.ipynb #665445f0
+def check_seeds(
+    seeds: Sequence[int], # one repetition for each
+) -> None:
+    "Raise ValueError if an experiment cannot have these seeds."
+    if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
+        raise ValueError(f"seeds is {seeds}; allowed are different whole numbers from 0 on, at least one")
+
+
 @dataclass(frozen=True)
 class Demo:
     "The embedded experiment: real digits, five kinds of clients, all methods."
@@ -236,11 +244,10 @@ class Demo:
     more_estimators: tuple[Literal["ift", "fomaml", "unrolled"], ...] = ("fomaml",) # of the hypergradient, for further rows of FedL2P
     out: Path = Path("fedl2p-demo") # folder for results; the same folder goes on where it stopped
     workers: int | None = None # processes of one thread each; None is one for each core, or one on a GPU
-    device: str = "cpu" # cpu, cuda, or auto for the best there is; these networks are so small that cpu is fastest
+    device: str = "cpu" # cpu, cuda, mps, or auto for the best there is; these networks are so small that cpu is fastest
 
     def __post_init__(self):
-        if not self.seeds or len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
-            raise ValueError(f"seeds is {self.seeds}; allowed are different whole numbers from 0 on, at least one")
+        check_seeds(self.seeds)
         kinds = len(SHIFTS)
         if self.clients < kinds or self.clients % kinds or self.unseen < 0 or self.unseen % kinds:
             raise ValueError(f"clients is {self.clients} and unseen {self.unseen}; allowed are multiples of {kinds}, the kinds of clients, from {kinds} and 0 on")

@@ -22,7 +22,7 @@ from torch import nn
 
 from .bn import mix_bn
 from .data import Client, generator
-from .experiment import choose_rates, part, pick_device, records, versions
+from .experiment import check_seeds, choose_rates, part, pick_device, records, versions
 from .federated import Diverged, changed, fingerprint, pretrain, quiet
 from .finetune import baselines
 from .learner import Config, FedL2P, Result, l2p_client, l2p_passes, score_all, score_strategies
@@ -283,8 +283,7 @@ class Run:
     machine: Machine = field(default_factory=Machine)
 
     def __post_init__(self):
-        if not self.seeds or len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
-            raise ValueError(f"seeds is {self.seeds}; allowed are different whole numbers from 0 on, at least one")
+        check_seeds(self.seeds)
         device = pick_device(self.machine.device)  # says which ones are there
         if self.machine.amp and (not device.startswith("cuda") or (self.machine.workers or 1) > 1):
             raise ValueError(f"amp is on, the device is {device} and workers {self.machine.workers}; allowed with cuda and one worker only: half precision is slow elsewhere, and does not reach other processes")
