@@ -27,7 +27,7 @@ from .finetune import State, seeded, step_losses
 from .hypergrad import Loss, Weights, add, descend, gradient
 from .metanet import body_only, load_tensors, save_tensors
 from .profile import evaluating
-from .workers import each, workers_for
+from .workers import Outcome, each, workers_for
 
 # %% ../nbs/06_federated.ipynb #f363553f
 def average(
@@ -106,6 +106,7 @@ def fedavg(
     seed: int = 0, # of the draws
     workers: int | None = None, # processes; None is one for each core
     done: int = 0, # rounds that are over, when a run goes on
+    ask: Callable[..., Iterator[Outcome]] = each, # brings the clients' work about: here processes, elsewhere other machines
 ) -> Iterator[Round]: # after each round
     "Federated averaging."
     by_id = {client.id: client for client in clients}
@@ -116,7 +117,7 @@ def fedavg(
         ids, reports, failed = sample(by_id, fraction, seed, number), {}, {}
 
         def usable(state=state, ids=ids, number=number, reports=reports, failed=failed) -> Iterator[tuple[State, float]]:
-            for id, outcome in zip(ids, each(update, [(state, by_id[id], number) for id in ids], workers), strict=True):
+            for id, outcome in zip(ids, ask(update, [(state, by_id[id], number) for id in ids], workers), strict=True):
                 if fault := outcome.error or _fault(outcome.value, state):
                     failed[id] = fault
                     warnings.warn(f"round {number}: client {id!r} is left out: {fault}", RuntimeWarning, stacklevel=2)
@@ -170,6 +171,7 @@ def save_checkpoint(
 def load_checkpoint(
     path: str | Path | None, # of the file; None, or a file that is not there, is a new run
     settings: dict, # of this run
+    defaults: dict = {},  # noqa: B006, of settings that did not exist when the file was written
 ) -> tuple[State, dict] | None: # tensors and info, or None for a new run
     "Where a run of the same settings stands."
     if path is None or not Path(path).exists():
@@ -178,7 +180,7 @@ def load_checkpoint(
         tensors, header = load_tensors(path, _CHECKPOINT)
     except ValueError as error:
         raise ValueError(f"{error}; delete the file to start from the beginning") from error
-    if changes := changed(json.loads(header["settings"]), settings):
+    if changes := changed({**defaults, **json.loads(header["settings"])}, settings):
         raise ValueError(f"{path} was written by a run with other settings: {changes}; go on with the old ones, or choose another folder")
     return tensors, json.loads(header["info"])
 
@@ -256,6 +258,7 @@ def pretrain(
     workers: int | None = None, # processes; None is one for each core
     checkpoint: str | Path | None = None, # file to keep the state in, and to go on from
     track: Callable[[Iterator, str, int, int], Iterator] | None = None, # shows progress, see `bar`; None is silent
+    ask: Callable[..., Iterator[Outcome]] = each, # brings the clients' work about, see `fedavg`
     **recipe, # see `Recipe`
 ) -> nn.Module: # trained, in evaluation mode
     "Train a model by federated learning."
@@ -266,7 +269,7 @@ def pretrain(
     start = {k: v.detach().clone() for k, v in model.state_dict().items()}
     tensors, info = load_checkpoint(checkpoint, settings) or (start, {"round": 0})
     state = {k: t.to(start[k].device) for k, t in tensors.items()}
-    rounds = fedavg(state, clients, partial(train_client, model, recipe), recipe.rounds, fraction, recipe.seed, workers_for(model, workers), done=info["round"])
+    rounds = fedavg(state, clients, partial(train_client, model, recipe), recipe.rounds, fraction, recipe.seed, workers_for(model, workers), info["round"], ask)
     for r in (track or quiet)(rounds, f"pretraining by {method}", recipe.rounds, info["round"]):
         state = r.state
         if checkpoint is not None:

@@ -10,7 +10,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,8 +23,19 @@ from .data import Client, Data, check, generator
 from .federated import Round, bar, fedavg, fingerprint, load_checkpoint, quiet, save_checkpoint
 from .finetune import Score, State, as_module, finetune, score_client
 from .metanet import POLICY, MetaNets, Strategy, load_tensors, write_file
-from .metastep import Config, learn_client, meta_steps, policy, profile_of, tuning, with_state
-from .workers import each, workers_for
+from fedl2p.metastep import (
+    Config,
+    describe_client,
+    learn_client,
+    meta_steps,
+    policy,
+    profile_of,
+    tuning,
+    untrained,
+    with_state,
+)
+from .profile import Profile
+from .workers import Outcome, each, workers_for
 
 # %% ../nbs/07_learner.ipynb #dad1bc99
 class Result(NamedTuple):
@@ -34,6 +45,7 @@ class Result(NamedTuple):
     domain: str
     score: Score # on its test samples
     strategy: Strategy # that it followed
+    profile: Profile | None = None # that the strategy was made from, if it was
 
 
 def _ready(client: Client, model: nn.Module, held_out: bool = True) -> Client:
@@ -69,9 +81,10 @@ def score_policy(
     "One client under the strategy that meta-nets make for it."
     client = _ready(client, model)
     metanets = with_state(model, config, state)
+    known = profile_of(model, config, client.train + client.val, (config.seed, "personalize", client.id))
     with torch.no_grad():
-        strategy = policy(metanets, profile_of(model, config, client.train + client.val, (config.seed, "personalize", client.id)), config)
-    return score_strategies(model, {"": strategy}, config, client)[""]
+        strategy = policy(metanets, known, config)
+    return score_strategies(model, {"": strategy}, config, client)[""]._replace(profile=known)
 
 # %% ../nbs/07_learner.ipynb #ad3b7633
 class FedL2P:
@@ -84,7 +97,7 @@ class FedL2P:
     ):
         self.model = model if bn_layers(model) else mix_bn(model, verbose=False)
         self.config, self.history = config, []
-        self.metanets = MetaNets.for_model(self.model, config.lr, config.hidden, config.seed)
+        self.metanets = untrained(self.model, config)
         self.last: State = {}  # lambda after the last round, be it the best or not
 
     def fit(
@@ -93,9 +106,10 @@ class FedL2P:
         folder: str | Path | None = None, # keeps checkpoint.safetensors and rounds.jsonl, and goes on from them
         workers: int | None = None, # processes; None is one for each core, or one if the model is on a GPU
         track: Callable[[Iterator, str, int, int], Iterator] = bar, # shows progress; `fedl2p.federated.quiet` does not
+        ask: Callable[..., Iterator[Outcome]] = each, # brings the clients' work about, see `fedl2p.federated.fedavg`
     ) -> "FedL2P": # itself, with the best meta-nets
         "Learn the meta-nets (Algorithm 1)."
-        _fit(self, clients, folder, workers, track)
+        _fit(self, clients, folder, workers, track, ask)
         return self
 
     def strategy(
@@ -127,10 +141,11 @@ class FedL2P:
         clients: Sequence[Client],
         workers: int | None = None, # processes; None is one for each core, or one if the model is on a GPU
         track: Callable[[Iterator, str, int, int], Iterator] = quiet, # shows progress
+        ask: Callable[..., Iterator[Outcome]] = each, # brings the clients' work about
     ) -> list[Result]: # of those that did not fail
         "Test accuracy of each client, personalized; one that fails is left out with a warning."
         state = {name: t.detach() for name, t in self.metanets.state_dict().items()}
-        return score_all(partial(score_policy, self.model, self.config, state), clients, self.model, workers, track)
+        return score_all(partial(score_policy, self.model, self.config, state), clients, self.model, workers, track, ask=ask)
 
     def save(
         self,
@@ -162,9 +177,10 @@ def score_all(
     workers: int | None = None, # processes; None is one for each core, or one if the model is on a GPU
     track: Callable[[Iterator, str, int, int], Iterator] = quiet, # shows progress
     title: str = "scoring clients", # of the progress
+    ask: Callable[..., Iterator[Outcome]] = each, # brings the clients' work about
 ) -> list: # of what the function returns
     "Score clients in parallel; those that fail are left out with a warning."
-    good, outcomes = [], each(function, [(client,) for client in clients], workers_for(model, workers))
+    good, outcomes = [], ask(function, [(client,) for client in clients], workers_for(model, workers))
     for client, outcome in zip(clients, track(outcomes, title, len(clients), 0), strict=True):
         if outcome.error:
             warnings.warn(f"client {client.id!r} is left out: {outcome.error}", RuntimeWarning, stacklevel=2)
@@ -175,18 +191,21 @@ def score_all(
     return good
 
 
-def _fit(learner: FedL2P, clients: Sequence[Client], folder: str | Path | None, workers: int | None, track: Callable) -> None:
+def _fit(learner: FedL2P, clients: Sequence[Client], folder: str | Path | None, workers: int | None, track: Callable, ask: Callable) -> None:
     "What `FedL2P.fit` does."
     model, config, device = learner.model, learner.config, next(learner.model.parameters()).device
     path = None if folder is None else Path(folder) / "checkpoint.safetensors"
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
     settings = {**asdict(config), "model and clients": fingerprint(model, learner.metanets, *sorted(clients, key=lambda c: c.id))}
+    kept = load_checkpoint(path, settings, asdict(Config()))
+    if config.inputs == "standard" and kept is None:
+        _standardise(learner, clients, workers, ask)
     start = {name: t.detach().clone() for name, t in learner.metanets.state_dict().items()}
-    tensors, info = load_checkpoint(path, settings) or ({**_prefixed("now", start), **_prefixed("best", start)}, {"rounds": []})
+    tensors, info = kept or ({**_prefixed("now", start), **_prefixed("best", start)}, {"rounds": []})
     state, best = ({name.removeprefix(which): t.to(device) for name, t in tensors.items() if name.startswith(which)} for which in ("now.", "best."))
     history = info["rounds"]
-    rounds = fedavg(state, clients, partial(learn_client, model, config), config.rounds, config.fraction, config.seed, workers_for(model, workers), done=len(history))
+    rounds = fedavg(state, clients, partial(learn_client, model, config), config.rounds, config.fraction, config.seed, workers_for(model, workers), len(history), ask)
     if not _tired(history, config.patience):
         for r in track(rounds, f"learning to personalize ({config.estimator})", config.rounds, len(history)):
             record = _record(r)
@@ -204,18 +223,30 @@ def _fit(learner: FedL2P, clients: Sequence[Client], folder: str | Path | None, 
         warnings.warn("the lowest validation loss was that of the meta-nets at their start, and so they are as they were; each round asks other clients: more rounds, or a larger fraction, may tell better", RuntimeWarning, stacklevel=3)
 
 
+def _standardise(learner: FedL2P, clients: Sequence[Client], workers: int | None, ask: Callable) -> None:
+    "A round of all clients, whose average is not of meta-nets but of profiles and their squares."
+    model, config, metanets = learner.model, learner.config, learner.metanets
+    zero = torch.zeros(len(metanets.center), dtype=torch.float64)
+    [told] = fedavg({"mean": zero, "square": zero.clone()}, clients, partial(describe_client, model, config), 1, 1.0, config.seed, workers_for(model, workers), ask=ask)
+    mean, square = told.state["mean"], told.state["square"]
+    spread = (square - mean**2).clamp_min(0).sqrt()
+    metanets.center.copy_(mean)
+    metanets.spread.copy_(torch.where(spread > 1e-6 * (1 + mean.abs()), spread, 1.0))  # what is the same for all says nothing
+
+
 def _prefixed(which: str, state: State) -> State:
     return {f"{which}.{name}": t.clone() for name, t in state.items()}  # copies: the best may be the last, and a file wants each number once
 
 
 def _record(r: Round) -> dict:
     "A round as plain numbers. A lambda under which somebody diverges has no validation loss: the others alone would make it look good."
-    losses = [report["val_loss"] for report in r.reports.values()]
-    diverged = any(fault.startswith("FloatingPointError") for fault in r.failed.values())
-    loss = None if diverged or not losses else sum(losses) / len(losses)
-    record = {"round": r.number, "val_loss": loss, "clients": list(r.reports), "failed": r.failed, "diverging": sum(report["diverging"] for report in r.reports.values())}
-    starts = [report["start_loss"] for report in r.reports.values() if "start_loss" in report]
-    return {**record, "start_loss": sum(starts) / len(starts)} if starts else record
+    reports, means = list(r.reports.values()), {}
+    for name in ("val_loss", "start_loss", "beta", "eta"):
+        if values := [report[name] for report in reports if name in report]:
+            means[name] = torch.tensor(values, dtype=torch.float64).mean(0).tolist()
+    if any(fault.startswith("FloatingPointError") for fault in r.failed.values()):
+        means["val_loss"] = None
+    return {"round": r.number, "val_loss": None, **means, "clients": list(r.reports), "failed": r.failed, "diverging": sum(report["diverging"] for report in reports)}
 
 
 def _loss(record: dict) -> float:
@@ -238,14 +269,15 @@ def l2p_client(
     "L2P: one client learns meta-nets for itself, and is personalized by the best of them."
     client = client.to(next(model.parameters()).device)
     check(client, model)
-    metanets = MetaNets.for_model(model, config.lr, config.hidden, config.seed)
+    config = replace(config, inputs="raw")  # who is alone has nobody to compare with
+    metanets = untrained(model, config)
     lowest, best = float("inf"), {name: t.clone() for name, t in metanets.state_dict().items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         try:
-            for loss in meta_steps(model, config, metanets, client, passes, (config.seed, "local", client.id)):
-                if loss < lowest:
-                    lowest, best = loss, {name: t.detach().clone() for name, t in metanets.state_dict().items()}
+            for step in meta_steps(model, config, metanets, client, passes, (config.seed, "local", client.id)):
+                if step.val_loss < lowest:
+                    lowest, best = step.val_loss, {name: t.detach().clone() for name, t in metanets.state_dict().items()}
         except FloatingPointError:  # it walked off; what it found before is kept
             pass
     return score_policy(model, config, best, client)

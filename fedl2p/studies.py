@@ -20,24 +20,26 @@ import torch
 import tyro
 from torch import nn
 
+from .analysis import layers_of, records
 from .bn import mix_bn
+from .clusters import mean_strategy
 from .data import Client, generator
-from .experiment import check_seeds, choose_rates, part, pick_device, records, versions
+from .experiment import check_seeds, choose_rates, part, pick_device, versions
 from .federated import Diverged, changed, fingerprint, pretrain, quiet
 from .finetune import baselines
 from .learner import Config, FedL2P, Result, l2p_client, l2p_passes, score_all, score_strategies
-from .metanet import signature
+from .metanet import Strategy
 from .metastep import policy, profile_of, with_state
 from .paper import METHODS, TABLES, Condition
 from .scales import Setting, setting
 
 # %% ../nbs/studies.ipynb #a20b7a3d
 OURS = {"ft-c-best": "FT (BN C), best rate", "ft-g-best": "FT (BN G), best rate", "ft-i-best": "FT (BN I), best rate",
-        "fedl2p-start": "FedL2P before learning", "fedl2p-scaled": "FedL2P (factor ψ, ψ=0.01)", "fedl2p-unrolled": "FedL2P (exact hypergradient)"}
+        "fedl2p-start": "FedL2P before learning", "fedl2p-mean": "FedL2P, mean inputs", "fedl2p-standard": "FedL2P (standardised inputs)", "fedl2p-scaled": "FedL2P (factor ψ, ψ=0.01)", "fedl2p-unrolled": "FedL2P (exact hypergradient)"}
 NAMES = {**METHODS, **OURS}  # of all methods, for tables
 LEARNED: dict[str, dict] = { # settings that make a variant of FedL2P
     "fedl2p": {}, "fedl2p-fomaml": {"estimator": "fomaml"}, "fedl2p-bn": {"learn": "bn"}, "fedl2p-lr-c": {"learn": "lr", "beta": 1.0}, "fedl2p-lr-g": {"learn": "lr", "beta": 0.0},
-    "fedl2p-start": {}, "fedl2p-scaled": {"scaled": True, "psi": 0.01}, "fedl2p-unrolled": {"estimator": "unrolled"}}
+    "fedl2p-start": {}, "fedl2p-mean": {}, "fedl2p-standard": {"inputs": "standard"}, "fedl2p-scaled": {"scaled": True, "psi": 0.01}, "fedl2p-unrolled": {"estimator": "unrolled"}}
 
 
 def conditions(
@@ -155,13 +157,21 @@ def _results(cell: Cell, how: Setting, model: nn.Module, seen: list[Client], uns
     some = _drawn(seen, how.scored, cell.seed)
     pools = {pool: clients for pool, clients in (("seen", some), ("unseen", unseen)) if clients}
     title = f"{c.dataset} {_start(c.pretraining, c.alpha)} e{c.epochs} seed {cell.seed}: {cell.method}"
-    if cell.method in LEARNED:
+
+    def tuned(name: str, strategy: Strategy) -> dict[str, list[Result]]:
+        work = partial(score_strategies, model, {name: strategy}, config)
+        return {pool: [r[name] for r in score_all(work, clients, model, machine.workers, partial(_titled, track, f"{title}: {pool}"))] for pool, clients in pools.items()}
+
+    if cell.method == "fedl2p-mean":  # the policy of another cell, learned now if it is not there
+        learner = FedL2P(model, config).fit(seen, folder.with_name(f"fedl2p-seed{cell.seed}"), machine.workers, partial(_titled, track, title))
+        scores = tuned("", mean_strategy(learner, seen))
+    elif cell.method in LEARNED:
         learner = FedL2P(model, config)
         if cell.method != "fedl2p-start":
             learner.fit(seen, folder, machine.workers, partial(_titled, track, title)).save(folder / "policy.safetensors")
             about["last"] = _last(learner, some[0])
-        about["rounds"] = [{k: v for k, v in r.items() if k != "clients"} for r in learner.history]
-        about["layers"] = {"beta": signature(model).bn_layers, "eta": signature(model).tensors}
+        about["rounds"] = [{k: _digits(v) if k in ("beta", "eta") else v for k, v in r.items() if k != "clients"} for r in learner.history]
+        about["layers"] = layers_of(model)
         scores = {pool: learner.score(clients, machine.workers, partial(_titled, track, f"{title}: {pool}")) for pool, clients in pools.items()}
     elif cell.method == "l2p":
         return {"clients": _alone(partial(l2p_client, model, config, l2p_passes(config, len(seen))), some, model, folder, machine, partial(_titled, track, title))}
@@ -169,8 +179,7 @@ def _results(cell: Cell, how: Setting, model: nn.Module, seen: list[Client], uns
         name, lr = METHODS[cell.method.removesuffix("-best")], config.lr
         if cell.method.endswith("-best"):
             about["chosen"] = lr = choose_rates(model, _drawn(some, 10, cell.seed), config, machine.workers, partial(_titled, track, f"{title}: rates"), [name])[name]
-        work = partial(score_strategies, model, {name: baselines(model, lr)[name]}, config)
-        scores = {pool: [r[name] for r in score_all(work, clients, model, machine.workers, partial(_titled, track, f"{title}: {pool}"))] for pool, clients in pools.items()}
+        scores = tuned(name, baselines(model, lr)[name])
     _nobody_missing({pool: len(clients) for pool, clients in pools.items()}, {pool: len(found) for pool, found in scores.items()})
     return {**about, "clients": [_short(r, cell.method) for pool, some in scores.items() for r in records(cell.method, pool, some)]}
 
@@ -213,8 +222,8 @@ def _titled(track: Callable, title: str, rounds: Iterator, _: str, total: int, d
 
 def _short(record: dict, method: str) -> dict:
     "A client's record, small enough to be committed: strategies only where they were learned, four digits."
-    kept = ("pool", "client", "domain", "accuracy", "n", "loss", *(("beta", "eta") if method in LEARNED or method == "l2p" else ()))
-    return {k: _digits(record[k]) for k in kept}
+    kept = ("pool", "client", "domain", "accuracy", "n", "loss", *(("beta", "eta", "xi", "feature_stats") if method in LEARNED or method == "l2p" else ()))
+    return {k: _digits(record[k]) for k in kept if k in record}
 
 
 def _accuracy(clients: list[dict]) -> dict[str, float]:
@@ -260,7 +269,7 @@ def run_cell(
 
     path.parent.mkdir(parents=True, exist_ok=True)
     found = part(path, work)
-    if changes := changed({**found["settings"], "amp": found["machine"]["amp"]}, {**settings, "amp": machine.amp}):
+    if changes := changed({**asdict(Config()), **found["settings"], "amp": found["machine"]["amp"]}, {**settings, "amp": machine.amp}):
         raise ValueError(f"{path} is a result of other settings: {changes}; choose another folder with --out, or delete it")
     return found
 
@@ -277,7 +286,7 @@ class Run:
     alpha: tuple[float, ...] = () # label shifts; left out, the paper's
     epochs: tuple[int, ...] = () # of fine-tuning; left out, the paper's
     seeds: tuple[int, ...] = (0, 1, 2) # one repetition for each
-    methods: tuple[str, ...] = () # none, ft-c, ft-g, ft-i, l2p, fedl2p, fedl2p-fomaml, fedl2p-bn, fedl2p-lr-c, fedl2p-lr-g, and of our own ft-c-best, ft-g-best, ft-i-best, fedl2p-start, fedl2p-scaled, fedl2p-unrolled; left out, the paper's columns
+    methods: tuple[str, ...] = () # none, ft-c, ft-g, ft-i, l2p, fedl2p, fedl2p-fomaml, fedl2p-bn, fedl2p-lr-c, fedl2p-lr-g, and of our own ft-c-best, ft-g-best, ft-i-best, fedl2p-start, fedl2p-mean, fedl2p-standard, fedl2p-scaled, fedl2p-unrolled; left out, the paper's columns
     datasets: tuple[str, ...] = () # of the tables that have several; left out, all
     out: Path = Path("results") # folder for results; what is there is not run again
     machine: Machine = field(default_factory=Machine)

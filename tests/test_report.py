@@ -1,0 +1,189 @@
+"""The report of a folder: what is on it, hostile folders, and how it looks in a real browser at the widths of a phone and of a desktop."""
+
+import base64
+import contextlib
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+
+import pytest
+
+from fedl2p.cli import main
+from fedl2p.experiment import Demo, run_demo
+from fedl2p.learner import Config
+from fedl2p.report import cases, html_table, report
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    out = tmp_path_factory.mktemp("report") / "demo"
+    run_demo(Demo(Config(lr=0.01, epochs=1, rounds=2, fraction=0.2), seeds=(0, 1), clients=10, unseen=5, pretraining_rounds=3, more_estimators=(), out=out))
+    return out
+
+
+@pytest.fixture(scope="module")
+def page(folder):
+    return report([folder])
+
+
+def cell(out, method, clients, **more):
+    """A cell of a study, as `fedl2p.studies.run_cell` writes it."""
+    content = {"dataset": "office", "alpha": 1000.0, "epochs": 5, "pretraining": "imagenet", "method": method, "seed": 0, "scale": "smoke", "accuracy": {"seen": 0.5}, "settings": {"lr": 0.1, "note": "<i>"}, "machine": {"device": "cpu"}, "clients": clients, **more}
+    path = out / "office" / "smoke" / "imagenet-alpha1000-e5" / f"{method}-seed0.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content))
+
+
+def learned(n=4, eta=0.1, domain="x", beta=0.5):
+    return [{"pool": "seen", "client": f"c{i}", "domain": f"{domain}{i % 2}", "accuracy": 0.5, "n": 10, "loss": 1.0, "beta": [beta], "eta": [eta, eta], "xi": [float(i)], "feature_stats": [1.0, float(i)]} for i in range(n)]
+
+
+LAYERS = {"beta": ["bn"], "eta": ["w", "b"], "sizes": [30, 10]}
+
+
+def test_everything_is_on_the_page(page):
+    text = page.read_text()
+    for expected in ("FedL2P, ift", "no fine-tuning", "FedL2P before learning", "mean inputs", "Adjusted Rand Index", "Sparsity", "pretraining_rounds", "torch", "Did the validation loss fall?", "Who gained over no fine-tuning"):
+        assert expected in text, expected
+    assert "http" not in text  # it needs nothing from elsewhere
+    assert text.count("<img") == len(list(page.parent.glob("*.png"))) >= 8
+    for png in page.parent.glob("*.png"):
+        assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_a_study_with_its_frozen_and_identical_clients(tmp_path):
+    cell(tmp_path, "fedl2p", learned(eta=0.0), layers=LAYERS, rounds=[{"round": 1, "val_loss": None, "failed": {"c0": "x"}, "diverging": 0}])
+    cell(tmp_path, "none", [{k: v for k, v in r.items() if k not in ("beta", "eta", "xi", "feature_stats")} for r in learned()])
+    text = report([tmp_path]).read_text()
+    assert "1.00 to 1.00" in text and "all clients have the same numbers" in text and "clients that failed in a round: 1" in text
+    assert "nan" not in text.split("base64")[0] and ">nan" not in text
+
+
+def test_one_client_a_domain_is_said(tmp_path):
+    cell(tmp_path, "fedl2p", learned(n=2), layers=LAYERS)
+    assert "each domain has one client only" in report([tmp_path]).read_text()
+
+
+def test_a_part_of_a_study_is_a_folder_too(tmp_path):
+    cell(tmp_path, "fedl2p", learned(), layers=LAYERS)
+    [case] = cases(tmp_path / "office")
+    assert case.main == "FedL2P" and len(case.of("FedL2P", "seen")) == 4
+
+
+def test_a_diverged_cell_has_no_clients_and_no_section(tmp_path):
+    cell(tmp_path, "fedl2p", [], diverged="nobody", accuracy={"seen": None})
+    cell(tmp_path, "none", [{k: v for k, v in r.items() if k not in ("beta", "eta", "xi", "feature_stats")} for r in learned()])
+    assert "no fine-tuning" in report([tmp_path]).read_text()
+
+
+def test_nothing_in_a_folder_becomes_markup(tmp_path):
+    cell(tmp_path, "fedl2p", learned(domain="<script>alert(1)</script>"), layers={**LAYERS, "beta": ["<b>bn"]})
+    text = report([tmp_path]).read_text()
+    assert "<script" not in text and "<i>" not in text and "&lt;i&gt;" in text
+    assert html_table("| a |\n|---|\n| <img src=x> |").count("<img") == 0
+
+
+def test_wrong_folders_are_named(tmp_path, capsys):
+    assert main(["report", str(tmp_path / "nowhere")]) == 1
+    assert "nowhere, which holds no results" in capsys.readouterr().err
+    assert main(["report", str(tmp_path), str(tmp_path), str(tmp_path)]) == 1
+    assert "folders has 3 entries" in capsys.readouterr().err
+    (tmp_path / "fedl2p-seed0.json").write_text("{")
+    assert main(["report", str(tmp_path)]) == 1
+    assert "damaged" in capsys.readouterr().err
+
+
+def test_the_command_prints_where_the_page_is(folder, tmp_path, capsys):
+    assert main(["report", str(folder), str(folder), "--out", str(tmp_path / "two")]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "two" / "report.html")
+
+
+@contextlib.contextmanager
+def browser():
+    """A function that sends commands of the DevTools protocol to a headless Chromium through two pipes, and returns its answers."""
+    to_read, to_write = os.pipe()
+    from_read, from_write = os.pipe()
+    home = tempfile.mkdtemp()
+
+    def pipes():
+        os.dup2(to_read, 3)  # where Chromium expects them
+        os.dup2(from_write, 4)
+
+    # Descriptors above 4, so that none of them is overwritten by another's copy.
+    to_read, from_write = (os.dup2(fd, 60 + fd, inheritable=True) for fd in (to_read, from_write))
+    process = subprocess.Popen([CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--user-data-dir={home}", "--remote-debugging-pipe"], preexec_fn=pipes, pass_fds=(3, 4, to_read, from_write), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    os.close(to_read)
+    os.close(from_write)
+    answers, number = os.fdopen(from_read, "rb"), 0
+
+    def messages():
+        buffer = b""
+        while chunk := os.read(answers.fileno(), 65536):
+            *whole, buffer = (buffer + chunk).split(b"\0")
+            yield from map(json.loads, whole)
+
+    stream = messages()
+
+    def send(method, session=None, **params):
+        nonlocal number
+        number += 1
+        os.write(to_write, json.dumps({"id": number, "method": method, "params": params, **({"sessionId": session} if session else {})}).encode() + b"\0")
+        return next(m for m in stream if m.get("id") == number).get("result", {})
+
+    try:
+        yield send
+    finally:
+        os.killpg(process.pid, 9)
+        process.wait()
+        os.close(to_write)
+        answers.close()
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def pixels(png):
+    """Width, height, and the number of different bytes in the image data: an empty page has few."""
+    width, height = struct.unpack(">II", png[16:24])
+    data, at = b"", 8
+    while at < len(png):
+        size, kind = struct.unpack(">I4s", png[at : at + 8])
+        data += png[at + 8 : at + 8 + size] if kind == b"IDAT" else b""
+        at += size + 12
+    return width, height, len(set(zlib.decompress(data)))
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium or Chrome here; on Debian: apt-get install chromium")
+@pytest.mark.skipif(sys.platform == "win32", reason="Chromium's pipes need file descriptors")
+@pytest.mark.parametrize(("name", "width", "height"), [("phone", 390, 844), ("desktop", 1440, 900)])
+@pytest.mark.parametrize("two", [False, True])
+def test_the_page_in_a_browser(folder, page, tmp_path, name, width, height, two):
+    where = report([folder, folder], tmp_path / "two") if two else page
+    with browser() as send:
+        target = send("Target.createTarget", url="about:blank")["targetId"]
+        session = send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        send("Emulation.setDeviceMetricsOverride", session, width=width, height=height, deviceScaleFactor=1, mobile=name == "phone")
+        send("Emulation.setScrollbarsHidden", session, hidden=True)
+        send("Page.navigate", session, url=where.resolve().as_uri())
+
+        def value(expression):
+            return send("Runtime.evaluate", session, expression=expression, returnByValue=True)["result"].get("value")
+
+        deadline = time.time() + 60
+        while not value("document.readyState == 'complete' && [...document.images].length > 0 && [...document.images].every(i => i.complete && i.naturalWidth > 0)"):
+            assert time.time() < deadline, "the page did not load"
+            time.sleep(0.1)
+        assert value("document.documentElement.scrollWidth") <= width  # nothing sticks out
+        assert value("Math.min(...[...document.images].map(i => i.getBoundingClientRect().width))") > 300  # or nobody could read them
+        columns = value("new Set([...document.querySelectorAll('.beside > div')].map(d => Math.round(d.getBoundingClientRect().left))).size")
+        assert columns == (2 if two and name == "desktop" else 1)
+        shot = base64.b64decode(send("Page.captureScreenshot", session, format="png", captureBeyondViewport=True)["data"])
+    (tmp_path / f"{name}.png").write_bytes(shot)  # pytest keeps it for a while, for whoever wants to look
+    across, down, shades = pixels(shot)
+    assert across == width and down > height and shades > 50
