@@ -70,7 +70,7 @@ def plot_strategies(
 
     panels = {key: values for key in ("beta", "eta") if (values := layers[key])}
     heights = [0.5 + 0.27 * len(names) for names in panels.values()]
-    fig, axes = plt.subplots(len(panels), 1, figsize=(6.4, sum(heights) + 0.9), height_ratios=heights, layout="constrained", squeeze=False)
+    fig, axes = plt.subplots(len(panels), 1, figsize=(5.4, sum(heights) + 0.9), height_ratios=heights, layout="constrained", squeeze=False)
     palette = colours(r["domain"] for r in found)
     for ax, (key, names) in zip(axes[:, 0], panels.items(), strict=True):
         if before:
@@ -119,7 +119,7 @@ def plot_sparsity(
     import matplotlib.pyplot as plt
 
     names, height = layers["eta"], 0.5 + 0.16 * len(layers["eta"])
-    fig, (top, bottom) = plt.subplots(2, 1, figsize=(6.4, 2.6 + height), height_ratios=[1.9, height], layout="constrained")
+    fig, (top, bottom) = plt.subplots(2, 1, figsize=(5.4, 2.6 + height), height_ratios=[1.9, height], layout="constrained")
     shares = sorted(zip(sparsity([r["eta"] for r in found], layers["sizes"]), (r["domain"] for r in found), strict=True))
     for domain, colour in colours(r["domain"] for r in found).items():
         some = {i: share for i, (share, d) in enumerate(shares) if d == domain}
@@ -142,7 +142,7 @@ def plot_learning(
     import matplotlib.pyplot as plt
 
     relative = any("start_loss" in r for history in histories.values() for r in history)
-    fig, ax = plt.subplots(figsize=(6.4, 3.4), layout="constrained")
+    fig, ax = plt.subplots(figsize=(5.4, 3.4), layout="constrained")
     palette = colours(method for method, _ in histories)
     for (method, _), history in histories.items():
         ax.plot([r["round"] for r in history], [math.nan if r["val_loss"] is None else r["val_loss"] - r.get("start_loss", 0.0) for r in history], ".-", color=palette[method], alpha=0.6)
@@ -164,7 +164,7 @@ def plot_course(
     import matplotlib.pyplot as plt
 
     rounds = [r for r in history if "beta" in r]
-    fig, axes = plt.subplots(2, 1, figsize=(6.4, 5), sharex=True, layout="constrained")
+    fig, axes = plt.subplots(2, 1, figsize=(5.4, 5), sharex=True, layout="constrained")
     for ax, key in zip(axes, ("beta", "eta"), strict=True):
         names = layers[key]
         for i, name in enumerate(names):
@@ -218,7 +218,7 @@ def plot_gains(
     "Bars of each client's gain, sorted, coloured by domain."
     import matplotlib.pyplot as plt
 
-    fig, ax = plt.subplots(figsize=(6.4, 3.2), layout="constrained")
+    fig, ax = plt.subplots(figsize=(5.4, 3.2), layout="constrained")
     for domain, colour in colours(g.domain for g in some).items():
         bars = {i: g.points for i, g in enumerate(some) if g.domain == domain}
         ax.bar(list(bars), list(bars.values()), color=colour, label=domain or "a client")
@@ -235,7 +235,7 @@ def plot_accuracy(
     "Accuracy of each method and pool: bars for means, dots for seeds."
     import matplotlib.pyplot as plt
 
-    fig, ax = plt.subplots(figsize=(6.4, 0.9 + 0.4 * len(rows)), layout="constrained")
+    fig, ax = plt.subplots(figsize=(5.4, 0.9 + 0.4 * len(rows)), layout="constrained")
     for i, (pool, colour) in enumerate({"seen": "C0", "unseen": "C1"}.items()):
         there = {j: values for j, row in enumerate(rows.values()) if (values := [v for v in row.get(pool, ()) if v == v])}
         places = [j + 0.4 * (i - 0.5) for j in there]

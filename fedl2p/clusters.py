@@ -76,13 +76,13 @@ def plot_maps(
 
     maps = {name: distance_map(values, domains) for name, values in rows.items()}
     count = len(set(domains))
-    fig, axes = plt.subplots(math.ceil(len(maps) / 2), 2, figsize=(6.4, math.ceil(len(maps) / 2) * 3.1), layout="constrained", squeeze=False)
+    fig, axes = plt.subplots(math.ceil(len(maps) / 2), 2, figsize=(5.4, math.ceil(len(maps) / 2) * 3.1), layout="constrained", squeeze=False)
     limit = max([1.0, *(m.values.nan_to_num().abs().max().item() for m in maps.values())])
     for ax in axes.flat[len(maps):]:
         ax.set_axis_off()
     for ax, (name, found) in zip(axes.flat, maps.items(), strict=False):
         ax.set_facecolor("0.85")
-        image = ax.imshow(found.values, vmin=-limit, vmax=limit, cmap="RdBu_r")
+        image = ax.imshow(found.values.numpy(), vmin=-limit, vmax=limit, cmap="RdBu_r")
         ax.set(title=name, xticks=range(count), yticks=range(count))
         ax.set_xticklabels(found.domains, rotation=60, ha="right", fontsize="x-small")
         ax.set_yticklabels(found.domains, fontsize="x-small")

@@ -63,7 +63,8 @@ def _demo(folder: Path) -> Case:
     "The case of a demo's folder."
     settings, machine, layers = (part(folder / f"{name}.json", dict) for name in ("config", "versions", "layers"))
     rounds = {(f"FedL2P, {path.parent.name.removeprefix('fedl2p-')}", int(path.parent.parent.name.removeprefix("seed-"))): _lines(path) for path in sorted(folder.glob("seed-*/fedl2p-*/rounds.jsonl"))}
-    return Case(folder.resolve().name, _lines(folder / "clients.jsonl"), rounds, layers, settings, machine, f"FedL2P, {settings['estimator']}")
+    found = [{**r, "client": f"{r['client']} of seed {r['seed']}"} for r in _lines(folder / "clients.jsonl")]  # each seed has clients of its own
+    return Case(folder.resolve().name, found, rounds, layers, settings, machine, f"FedL2P, {settings['estimator']}")
 
 
 def _study(title: str, cells: Sequence[dict]) -> Case:
@@ -109,9 +110,10 @@ def _gains(case: Case) -> list:
             if some := gains(case.found, case.main, base, pool):
                 mean, error = mean_gain(some)
                 parts.append(f"{case.main} less {base}, {pool} clients: {mean:+.1f} ± {error:.1f} points (mean and standard error over {len(some)} clients).")
-                parts.append((f"Who gained over {base}, and who lost? ({pool} clients)", plot_gains(some, f"{case.main} less {base}, {pool}")))
+                if any(g.points for g in some):
+                    parts.append((f"Who gained over {base}, and who lost? ({pool} clients)", plot_gains(some, f"{case.main} less {base}, {pool}")))
                 if base == NONE and (worse := [g for g in some if g.points < 0]):
-                    parts.append("Worse off: " + ", ".join(f"{g.client} ({g.points:+.0f})" for g in reversed(worse)) + ".")
+                    parts.append("Worse off: " + ", ".join(f"{g.client} ({g.points:+.1f})" for g in reversed(worse)) + ".")
     return parts
 
 
