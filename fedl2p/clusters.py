@@ -76,7 +76,8 @@ def plot_maps(
 
     maps = {name: distance_map(values, domains) for name, values in rows.items()}
     count = len(set(domains))
-    fig, axes = plt.subplots(math.ceil(len(maps) / 2), 2, figsize=(5.4, math.ceil(len(maps) / 2) * 3.1), layout="constrained", squeeze=False)
+    across = 2 if count <= 6 else 1
+    fig, axes = plt.subplots(math.ceil(len(maps) / across), across, figsize=(5.4, math.ceil(len(maps) / across) * (2.9 if across == 2 else 4.6)), layout="constrained", squeeze=False)
     limit = max([1.0, *(m.values.nan_to_num().abs().max().item() for m in maps.values())])
     for ax in axes.flat[len(maps):]:
         ax.set_axis_off()
@@ -92,7 +93,7 @@ def plot_maps(
                 ax.text(k, j, "–" if value != value else f"{value:.1f}", ha="center", va="center", fontsize="x-small")
         if found.why:
             ax.set_xlabel(found.why, fontsize="xx-small", wrap=True)
-    fig.colorbar(image, ax=axes, shrink=0.5, label="log normalised distance")
+    fig.colorbar(image, ax=axes, shrink=0.5 if across == 2 else 0.2, label="log normalised distance")
     fig.suptitle(title)
     return fig
 

@@ -69,6 +69,7 @@ def _demo(folder: Path) -> Case:
 
 def _study(title: str, cells: Sequence[dict]) -> Case:
     "The case of some cells of one condition."
+    cells = sorted(cells, key=lambda c: list(NAMES).index(c["method"]))
     found = [{**r, "method": NAMES[c["method"]], "seed": c["seed"]} for c in cells for r in c["clients"]]
     rounds = {(NAMES[c["method"]], c["seed"]): c["rounds"] for c in cells if c.get("rounds")}
     main = next((c for c in cells if c["method"] == "fedl2p"), cells[0])
@@ -135,6 +136,8 @@ def _strategies(case: Case) -> list:
     if not after or "eta" not in after[0]:
         return []
     parts: list = [("How does each layer come out, and does it differ between clients?", plot_strategies(after, case.layers, before, f"{case.main}, first seed"))]
+    if "sizes" not in case.layers:
+        return [*parts, "How many parameters the tensors have was not recorded, so sparsity cannot be said."]
     shares = sparsity([r["eta"] for r in after], case.layers["sizes"])
     text = f"Sparsity, the share of parameters with learning rate 0: {min(shares):.2f} to {max(shares):.2f}."
     return [*parts, text, ("How much is frozen?", plot_sparsity(after, case.layers, before))] if any(shares) else [*parts, text]
@@ -150,7 +153,8 @@ def _clusters(case: Case) -> list:
     if len({r["domain"] for r in after}) > 1:
         parts += [ari_table(both), "Adjusted Rand Index of spectral clusters and true domains; in brackets with distances divided by their median."]
         rows = {title: torch.tensor([r[key] for r in after]) for key, title in KEYS.items() if key in after[0]}
-        parts.append(("Are clients of one domain closer to each other than to others?", plot_maps(rows, [r["domain"] for r in after])))
+        if len({r["domain"] for r in after}) < len(after):
+            parts.append(("Are clients of one domain closer to each other than to others?", plot_maps(rows, [r["domain"] for r in after])))
     for pool in ("seen", "unseen"):
         if some := gains(case.found, case.main, f"{case.main}, mean inputs", pool):
             parts.append("With inputs of their own instead of the mean client's, {} clients gain {:+.1f} ± {:.1f} points.".format(pool, *mean_gain(some)))

@@ -1,0 +1,98 @@
+"""Records and pictures: known answers, and cases at the edge."""
+
+import matplotlib
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from fedl2p.analysis import (
+    Gain,
+    colours,
+    frozen,
+    gains,
+    layers_of,
+    mean_gain,
+    plot_accuracy,
+    plot_course,
+    plot_gains,
+    plot_learning,
+    plot_sparsity,
+    plot_strategies,
+    records,
+    sparsity,
+)
+from fedl2p.finetune import Score
+from fedl2p.learner import Result
+from fedl2p.metanet import Strategy
+from fedl2p.profile import Profile
+
+matplotlib.use("agg")
+
+
+def record(client="a", domain="", beta=(0.5,), eta=(0.1, 0.0), **more):
+    return {"method": "m", "pool": "seen", "client": client, "domain": domain, "accuracy": 0.5, "n": 10, "beta": list(beta), "eta": list(eta), **more}
+
+
+LAYERS = {"beta": ["bn"], "eta": ["w", "b"], "sizes": [30, 10]}
+
+
+def test_records_are_plain_numbers():
+    result = Result("a", "d", Score(0.5, float("inf"), 4), Strategy(torch.tensor([0.5]), torch.tensor([0.25])), Profile(torch.tensor([1.0]), torch.tensor([2.0, 3.0])))
+    [plain] = records("m", "seen", [result], lr=0.1)
+    assert plain == {"method": "m", "pool": "seen", "client": "a", "domain": "d", "accuracy": 0.5, "loss": None, "n": 4, "beta": [0.5], "eta": [0.25], "xi": [1.0], "feature_stats": [2.0, 3.0], "lr": 0.1}
+    assert "xi" not in records("m", "seen", [result._replace(profile=None)])[0]
+
+
+def test_layers_of_a_model_without_batch_norm():
+    layers = layers_of(nn.Linear(3, 2))
+    assert layers == {"beta": [], "eta": ["weight", "bias"], "sizes": [6, 2]}
+    figure = plot_strategies([record(beta=(), eta=(0.1, 0.2))], layers)
+    assert len(figure.axes) == 1
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 1000), st.booleans()), min_size=1, max_size=8))
+def test_sparsity_is_the_share_of_parameters(tensors):
+    sizes, off = zip(*tensors, strict=True)
+    [share] = sparsity([[0.0 if o else -0.1 for o in off]], sizes)
+    assert share == sum(n for n, o in tensors if o) / sum(sizes)
+    assert frozen([[0.0 if o else -0.1 for o in off]]) == [float(o) for o in off]
+
+
+@pytest.mark.parametrize(("eta", "sizes"), [([[0.1]], [1, 2]), ([[0.1]], [0]), ([[]], [])])
+def test_sparsity_needs_sizes_that_fit(eta, sizes):
+    with pytest.raises(ValueError, match="sizes"):
+        sparsity(eta, sizes)
+
+
+def test_gains_know_pools_and_seeds():
+    found = [record(pool="unseen") | {"method": m, "accuracy": a, "seed": s} for m, a, s in (("x", 0.9, 0), ("y", 0.4, 0), ("y", 0.1, 1))]
+    assert [g.points for g in gains(found, "x", "y", "unseen")] == [50.0]
+    assert gains(found, "x", "y") == [] and gains(found, "x", "nobody", "unseen") == []
+
+
+def test_mean_gain_of_few_clients_has_no_error():
+    assert mean_gain([])[0] != mean_gain([])[0]
+    mean, error = mean_gain([Gain("a", "", 3.0, 1)])
+    assert mean == 3.0 and error != error
+
+
+def test_colours_do_not_depend_on_the_order():
+    assert colours(["b", "a", "b"]) == colours(["a", "b"]) == {"a": "C0", "b": "C1"}
+
+
+def test_pictures_at_the_edge():
+    one, zero = [record()], [record(eta=(0.0, 0.0))]
+    wide = [record(eta=(1e-6, 1.0)), record(client="b", eta=(0.0, -0.5))]
+    assert plot_strategies(wide, LAYERS).axes[1].get_xscale() == "symlog"
+    assert plot_strategies(one, LAYERS, zero, "t").axes[1].get_xscale() == "linear"
+    plot_sparsity(zero, LAYERS, one)
+    plot_course([], LAYERS)
+    plot_course([{"round": 1, "val_loss": None, "beta": [0.5], "eta": [0.1, 0.1]}], LAYERS)
+    plot_learning({("m", 0): [{"round": 1, "val_loss": None}, {"round": 2, "val_loss": 1.0}]})
+    assert "less untrained" in plot_learning({("m", 0): [{"round": 1, "val_loss": 1.0, "start_loss": 2.0}]}).axes[0].get_ylabel()
+    assert "0 better, 1 the same, 1 worse" in plot_gains([Gain("a", "", 0.0, 1), Gain("b", "x", -3.0, 1)]).axes[0].get_xlabel()
+    plot_accuracy({"m": {"seen": [0.5, float("nan")]}, "n": {"unseen": [0.1]}, "nothing": {}})
+    matplotlib.pyplot.close("all")
