@@ -30,7 +30,7 @@ from fedl2p.analysis import (
 )
 from .clusters import KEYS, ari_table, plot_maps, spread_table
 from .experiment import markdown, part, summarise
-from .metanet import write_file
+from .metanet import MetaNets, Signature, write_file
 from .studies import NAMES
 from .tables import condition_of, label
 
@@ -127,7 +127,17 @@ def _learning(case: Case) -> list:
     if any("beta" in r for r in history):
         parts.append((f"Which way did the strategies go? {case.main}, first seed", plot_course(history, case.layers)))
     failed = sum(len(r["failed"]) for h in case.rounds.values() for r in h)
-    return [*parts, f"{sum(map(len, case.rounds.values()))} rounds in all; clients that failed in a round: {failed}."]
+    return [*parts, f"{sum(map(len, case.rounds.values()))} rounds in all; clients that failed in a round: {failed}.", *_bytes(case)]
+
+
+def _bytes(case: Case) -> list[str]:
+    "What a client receives and sends in a round."
+    if not case.layers.get("sizes"):
+        return []
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in case.layers["eta"])
+    metanets = MetaNets(Signature(tuple(case.layers["beta"]), tuple(modules), tuple(case.layers["eta"])), 0.0, case.settings.get("hidden", 100))
+    numbers, model = sum(p.numel() for p in metanets.parameters()), sum(case.layers["sizes"])
+    return [f"A client receives and sends {4 * numbers:,} bytes in a round, {numbers / model:.2%} of what the model itself would take."]
 
 
 def _strategies(case: Case) -> list:
