@@ -142,6 +142,8 @@ def plot_sparsity(
     top.set(xlabel="clients, sorted", ylabel="sparsity", ylim=(-0.05, 1.05), xticks=[])
     top.legend(fontsize="small", ncols=2)
     bottom.barh(range(len(names)), frozen([r["eta"] for r in found]), color="C0")
+    if before:
+        bottom.plot(frozen([r["eta"] for r in before]), range(len(names)), "|", color="0.4", label="before learning")
     bottom.set(xlabel="share of clients that freeze the tensor", xlim=(0, 1), yticks=range(len(names)), ylim=(len(names) - 0.4, -0.6))
     bottom.set_yticklabels(names, fontsize="x-small")
     return fig
@@ -149,7 +151,7 @@ def plot_sparsity(
 # %% ../nbs/08_analysis.ipynb #cb85f95e
 def plot_learning(
     histories: Mapping[tuple[str, object], Sequence[dict]], # (method, seed) -> rounds, as in `FedL2P.history`
-    title: str = "one line a seed; each round asks other clients",
+    title: str = "one line a seed",
 ):
     "Validation loss of the clients of each round; where it was measured, less that of untrained meta-nets on the same clients."
     import matplotlib.pyplot as plt
@@ -158,7 +160,7 @@ def plot_learning(
     fig, ax = plt.subplots(figsize=(5.4, 3.4), layout="constrained")
     palette = colours(method for method, _ in histories)
     for (method, _), history in histories.items():
-        ax.plot([r["round"] for r in history], [math.nan if r["val_loss"] is None else r["val_loss"] - r.get("start_loss", 0.0) for r in history], ".-", color=palette[method], alpha=0.6)
+        ax.plot([r["round"] for r in history], [math.nan if r["val_loss"] is None else r["val_loss"] - r.get("start_loss", math.nan if relative else 0.0) for r in history], ".-", color=palette[method], alpha=0.6)
     for method, colour in palette.items():
         ax.plot([], [], ".-", color=colour, label=method)
     if relative:
@@ -214,7 +216,7 @@ def gains(
     for r in found:
         if (r["method"], r["pool"]) == (method, pool) and (r.get("seed"), r["client"]) in bases:
             by_client.setdefault(r["client"], []).append((r, 100 * (r["accuracy"] - bases[r.get("seed"), r["client"]])))
-    mean = [Gain(id, some[0][0]["domain"], statistics.mean(points for _, points in some), some[0][0]["n"]) for id, some in by_client.items()]
+    mean = [Gain(id, some[0][0]["domain"], round(statistics.mean(points for _, points in some), 9), some[0][0]["n"]) for id, some in by_client.items()]  # rounding is no gain
     return sorted(mean, key=lambda g: -g.points)
 
 

@@ -10,15 +10,18 @@ __all__ = ['KEYS', 'DistanceMap', 'distances', 'distance_map', 'plot_maps', 'Clu
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
+from textwrap import fill
 from typing import NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .data import Client
-from .learner import FedL2P
+from .learner import FedL2P, score_all
 from .metanet import Strategy
-from .metastep import policy, profile_of
+from .metastep import Config, policy, profile_of
 from .profile import Profile
 
 # %% ../nbs/clusters.ipynb #d7e6a3be
@@ -37,11 +40,16 @@ def distances(
     rows: Tensor, # [N, ...] numbers of each client
 ) -> Tensor: # [N, N], in double precision; 0 where two rows differ by rounding only
     "Euclidean distances between clients."
-    flat = rows.detach().double().reshape(len(rows), -1)
+    flat = rows.detach().cpu().double().reshape(len(rows), -1)
     if not flat.isfinite().all():
         raise ValueError("rows has numbers that are not finite; allowed are finite ones")
-    apart = (flat[:, None] - flat[None]).norm(dim=-1)
+    apart = torch.cdist(flat, flat, compute_mode="donot_use_mm_for_euclid_dist")
     return apart * (apart > 1e-6 * flat.norm(dim=-1).max())
+
+
+def _one_domain_each(rows: Tensor, domains: Sequence[str]) -> None:
+    if len(rows) != len(domains) or not domains:
+        raise ValueError(f"rows has {len(rows)} clients and domains {len(domains)}; allowed is one domain for each, and at least one client")
 
 
 def distance_map(
@@ -49,8 +57,7 @@ def distance_map(
     domains: Sequence[str], # of each client
 ) -> DistanceMap:
     "The logarithm of normalised mean distances between domains."
-    if len(rows) != len(domains) or not domains:
-        raise ValueError(f"rows has {len(rows)} clients and domains {len(domains)}; allowed is one domain for each, and at least one client")
+    _one_domain_each(rows, domains)
     names, apart = sorted(set(domains)), distances(rows)
     places = {name: [i for i, d in enumerate(domains) if d == name] for name in names}
     between_domains = torch.full((len(names), len(names)), math.nan, dtype=torch.float64)
@@ -92,7 +99,7 @@ def plot_maps(
                 value = found.values[j, k].item()
                 ax.text(k, j, "–" if value != value else f"{value:.1f}", ha="center", va="center", fontsize="x-small")
         if found.why:
-            ax.set_xlabel(found.why, fontsize="xx-small", wrap=True)
+            ax.set_xlabel(fill(found.why, 45), fontsize="xx-small")
     fig.colorbar(image, ax=axes, shrink=0.5 if across == 2 else 0.2, label="log normalised distance")
     fig.suptitle(title)
     return fig
@@ -115,39 +122,53 @@ def cluster(
     from sklearn.cluster import SpectralClustering
     from sklearn.metrics import adjusted_rand_score
 
-    if len(rows) != len(domains) or not domains:
-        raise ValueError(f"rows has {len(rows)} clients and domains {len(domains)}; allowed is one domain for each, and at least one client")
-    count, apart = len(set(domains)), distances(rows)
+    _one_domain_each(rows, domains)
+    count = len(set(domains))
     if count == 1:
         return Clusters(None, [0] * len(domains), "there is one domain only")
     if count == len(domains):
         return Clusters(None, list(range(count)), "each domain has one client only")
+    apart = distances(rows)
     if not apart.any():
         return Clusters(None, [0] * len(domains), "all clients have the same numbers")
     unit = apart[apart > 0].median() if scaled else 1.0
     method = SpectralClustering(count, affinity="precomputed", assign_labels="discretize", random_state=0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that some clients are similar to nobody: the index tells
-        labels = method.fit_predict((-(apart / unit) ** 2).exp().numpy())
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that some clients are similar to nobody: the index tells
+            labels = method.fit_predict((-(apart / unit) ** 2).exp().numpy())
+    except np.linalg.LinAlgError:
+        return Clusters(None, [0] * len(domains), "clients are too far apart to be similar to anybody")
     return Clusters(float(adjusted_rand_score(list(domains), labels)), labels.tolist(), "")
 
 # %% ../nbs/clusters.ipynb #3fb6139d
+def _cluster(some: Sequence[dict], key: str, scaled: bool) -> Clusters:
+    "Clusters of records by one of `KEYS`."
+    if not some or not all(key in r for r in some):
+        return Clusters(None, [], "it was not recorded")
+    rows = torch.tensor([r[key] for r in some], dtype=torch.float64)
+    if not rows.isfinite().all():
+        return Clusters(None, [], "some numbers are not finite")
+    return cluster(rows, [r["domain"] for r in some], scaled)
+
+
 def ari_table(
     found: Mapping[str, Sequence[dict]], # records of the same clients by name, e.g. before and after learning
 ) -> str: # Markdown
     "Adjusted Rand Index of clusters and domains, for inputs and outputs of both meta-nets; in brackets with distances divided by their median."
     lines = ["| | " + " | ".join(KEYS.values()) + " |", "|---|" + "---:|" * len(KEYS)]
-    why: dict[str, None] = {}
+    why: dict[str, dict[str, None]] = {}
     for name, some in found.items():
         cells = []
         for key in KEYS:
-            there = bool(some) and all(key in r for r in some)
-            plain, scaled = (cluster(torch.tensor([r[key] for r in some]), [r["domain"] for r in some], scaled) if there else Clusters(None, [], "not recorded") for scaled in (False, True))
-            cells.append("—" if plain.ari is None else f"{plain.ari:.2f} ({scaled.ari:.2f})")
-            if plain.why:
-                why[f"{name}, {KEYS[key]}: {plain.why}"] = None
+            both = [_cluster(some, key, scaled) for scaled in (False, True)]
+            plain, scaled = ("—" if c.ari is None else f"{c.ari:.2f}" for c in both)
+            cells.append("—" if plain == scaled == "—" else f"{plain} ({scaled})")
+            for c in both:
+                if c.why:
+                    why.setdefault(c.why, {})[f"{name}, {KEYS[key]}"] = None
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n" + "".join(f"\n{reason}.\n" for reason in why)
+    return "\n".join(lines) + "\n" + "".join(f"\nNo index, since {reason}: {'; '.join(where)}.\n" for reason, where in why.items())
 
 # %% ../nbs/clusters.ipynb #e006e456
 class Spread(NamedTuple):
@@ -164,8 +185,7 @@ def spread(
     domains: Sequence[str], # of each client
 ) -> Spread:
     "Variance between and within domains."
-    if len(rows) != len(domains) or not domains:
-        raise ValueError(f"rows has {len(rows)} clients and domains {len(domains)}; allowed is one domain for each, and at least one client")
+    _one_domain_each(rows, domains)
     rows = rows.detach().double()
     means = {d: rows[[i for i, other in enumerate(domains) if other == d]].mean(0) for d in set(domains)}
     own, mean = torch.stack([means[d] for d in domains]), rows.mean(0)
@@ -175,26 +195,32 @@ def spread(
 def spread_table(
     found: Mapping[str, Sequence[dict]], # records of the same clients by name, e.g. before and after learning
 ) -> str: # Markdown
-    "How much beta and eta differ between clients: standard deviation as a share of the mean, on average over layers, and the share of the variance that lies between domains."
+    "How much beta and eta differ between clients: standard deviation as a share of the mean, on average over layers, and the share of the variance that lies between domains, in brackets that of domains dealt at random."
     lines = ["| | β: deviation / mean | β: between domains | η: deviation / mean | η: between domains |", "|---|---:|---:|---:|---:|"]
     for name, some in found.items():
         cells = []
         for key in ("beta", "eta"):
             s = spread(torch.tensor([r[key] for r in some]), [r["domain"] for r in some])
             moving = (s.mean != 0) & (s.deviation > 0)
-            total = (s.between + s.within).sum()
-            cells += [f"{(s.deviation / s.mean.abs())[moving].mean() if moving.any() else 0.0:.2g}", f"{s.between.sum() / total:.0%}" if moving.any() else "—"]
+            n, count = len(some), len({r["domain"] for r in some})
+            share = s.between.sum() / (s.between + s.within).sum()
+            cells += [f"{(s.deviation / s.mean.abs())[moving].mean() if moving.any() else 0.0:.2g}", f"{share:.0%} ({(count - 1) / (n - 1):.0%})" if moving.any() and 1 < count < n else "—"]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 # %% ../nbs/clusters.ipynb #cbfadcdd
+def _inputs(model: nn.Module, config: Config, client: Client) -> Profile:
+    client = client.to(next(model.parameters()).device)
+    return profile_of(model, config, client.train + client.val, (config.seed, "personalize", client.id))  # as when it is personalized
+
+
 def mean_strategy(
     learner: FedL2P,
     clients: Sequence[Client], # who learned together
 ) -> Strategy: # the same for everybody
     "The strategy that a policy makes for the mean of some clients' inputs."
-    model, config, device = learner.model, learner.config, next(learner.model.parameters()).device
-    known = [profile_of(model, config, client.to(device).train, (config.seed, "mean", client.id)) for client in clients]
+    model, config = learner.model, learner.config
+    known = score_all(partial(_inputs, model, config), clients, model, workers=1, title="inputs of all clients")
     mean = Profile(*(torch.stack([getattr(p, field) for p in known]).mean(0) for field in ("xi", "feature_stats")))
     with torch.no_grad():
         return policy(learner.metanets, mean, config)

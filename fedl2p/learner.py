@@ -229,9 +229,9 @@ def _standardise(learner: FedL2P, clients: Sequence[Client], workers: int | None
     zero = torch.zeros(len(metanets.center), dtype=torch.float64)
     [told] = fedavg({"mean": zero, "square": zero.clone()}, clients, partial(describe_client, model, config), 1, 1.0, config.seed, workers_for(model, workers), ask=ask)
     mean, square = told.state["mean"], told.state["square"]
-    spread = (square - mean**2).clamp_min(0).sqrt()
+    deviation = (square - mean**2).clamp_min(0).sqrt()
     metanets.center.copy_(mean)
-    metanets.spread.copy_(torch.where(spread > 1e-6 * (1 + mean.abs()), spread, 1.0))  # what is the same for all says nothing
+    metanets.deviation.copy_(torch.where(deviation > 1e-6 * (1 + mean.abs()), deviation, 1.0))  # what is the same for all says nothing
 
 
 def _prefixed(which: str, state: State) -> State:

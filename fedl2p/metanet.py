@@ -213,7 +213,7 @@ class MetaNets(nn.Module):
         self.eta_scale = nn.Parameter(torch.full((n_tensors,), float(lr)))
         if inputs == "standard":  # until the clients are known, inputs pass as they are
             self.register_buffer("center", torch.zeros(n_bn + n_stats))
-            self.register_buffer("spread", torch.ones(n_bn + n_stats))
+            self.register_buffer("deviation", torch.ones(n_bn + n_stats))
 
     @classmethod
     def for_model(cls, model: nn.Module, lr: float, hidden: int = 100, seed: int = 0, inputs: str = "raw") -> "MetaNets":
@@ -227,7 +227,7 @@ class MetaNets(nn.Module):
                 bad = (~came.isfinite()).sum()
                 raise ValueError(f"profile.{field} has {came.shape[-1]} numbers, {bad} not finite; allowed are {size} finite ones, as for the model that these meta-nets were made for")
         if self.inputs == "standard":  # nobody is further from the others than three deviations: beyond, nothing was learned
-            seen = ((torch.cat([xi, stats], -1) - self.center) / self.spread).clamp(-3.0, 3.0)
+            seen = ((torch.cat([xi, stats], -1) - self.center) / self.deviation).clamp(-3.0, 3.0)
             xi, stats = seen.split([xi.shape[-1], stats.shape[-1]], -1)
         beta = self.bn_net(xi) if self.bn_net is not None else xi
         return Strategy(beta, self.lr_net(stats) * self.eta_scale)

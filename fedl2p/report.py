@@ -29,9 +29,9 @@ from fedl2p.analysis import (
     sparsity,
 )
 from .clusters import KEYS, ari_table, plot_maps, spread_table
-from .experiment import markdown, part, summarise
-from .metanet import MetaNets, Signature, write_file
-from .studies import NAMES
+from .experiment import markdown, summarise
+from .metanet import write_file
+from .studies import LEARNED, NAMES
 from .tables import condition_of, label
 
 # %% ../nbs/report.ipynb #39211f9d
@@ -46,35 +46,43 @@ class Case:
     settings: dict
     machine: dict # versions and hardware
     main: str # the method that the pictures are about
+    notes: tuple[str, ...] = () # what else is to be said
 
-    def of(self, method: str, pool: str | None = None, seed: int | None = None) -> list[dict]:
-        "Records of one method; of the first seed that it has, unless told otherwise."
-        some = [r for r in self.found if r["method"] == method and pool in (None, r["pool"])]
-        seed = min((r["seed"] for r in some), default=None) if seed is None else seed
-        return [r for r in some if r["seed"] == seed]
+    def of(self, method: str, pool: str | None = None) -> list[dict]:
+        "Records of one method, of the first seed that the main method has."
+        seed = min((r["seed"] for r in self.found if r["method"] == self.main), default=0)
+        return [r for r in self.found if (r["method"], r["seed"]) == (method, seed) and pool in (None, r["pool"])]
 
 
-def _lines(path: Path) -> list[dict]:
-    "The entries of a .jsonl file."
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+def _read(path: Path) -> object:
+    "What a .json or .jsonl file holds; whoever reads a folder does not change it."
+    try:
+        text = path.read_text(encoding="utf-8")
+        return [json.loads(line) for line in text.splitlines()] if path.suffix == ".jsonl" else json.loads(text)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is missing or damaged ({error}); the same run, started again, may mend it") from error
 
 
 def _demo(folder: Path) -> Case:
     "The case of a demo's folder."
-    settings, machine, layers = (part(folder / f"{name}.json", dict) for name in ("config", "versions", "layers"))
-    rounds = {(f"FedL2P, {path.parent.name.removeprefix('fedl2p-')}", int(path.parent.parent.name.removeprefix("seed-"))): _lines(path) for path in sorted(folder.glob("seed-*/fedl2p-*/rounds.jsonl"))}
-    found = [{**r, "client": f"{r['client']} of seed {r['seed']}"} for r in _lines(folder / "clients.jsonl")]  # each seed has clients of its own
-    return Case(folder.resolve().name, found, rounds, layers, settings, machine, f"FedL2P, {settings['estimator']}")
+    settings, machine, layers = (_read(folder / f"{name}.json") for name in ("config", "versions", "layers"))
+    rounds = {(f"FedL2P, {path.parent.name.removeprefix('fedl2p-')}", int(path.parent.parent.name.removeprefix("seed-"))): _read(path) for path in sorted(folder.glob("seed-*/fedl2p-*/rounds.jsonl"))}
+    found = [{**r, "client": f"{r['client']} of seed {r['seed']}"} for r in _read(folder / "clients.jsonl")]  # each seed has clients of its own
+    return Case(folder.resolve().name, found, rounds, layers, settings, machine, f"FedL2P, {settings.get('estimator')}")
 
 
 def _study(title: str, cells: Sequence[dict]) -> Case:
     "The case of some cells of one condition."
-    cells = sorted(cells, key=lambda c: list(NAMES).index(c["method"]))
-    found = [{**r, "method": NAMES[c["method"]], "seed": c["seed"]} for c in cells for r in c["clients"]]
-    rounds = {(NAMES[c["method"]], c["seed"]): c["rounds"] for c in cells if c.get("rounds")}
-    main = next((c for c in cells if c["method"] == "fedl2p"), cells[0])
+    order = {name: i for i, name in enumerate(NAMES)}
+    cells = sorted(cells, key=lambda c: order.get(c["method"], len(order)))
+    names = {c["method"]: NAMES.get(c["method"], c["method"]) for c in cells}
+    found = [{**r, "method": names[c["method"]], "seed": c["seed"]} for c in cells for r in c["clients"]]
+    rounds = {(names[c["method"]], c["seed"]): c["rounds"] for c in cells if c.get("rounds")}
+    learned = [c for c in cells if c["clients"] and c["method"] in LEARNED and c["method"] not in ("fedl2p-start", "fedl2p-mean")]
+    main = [*learned, *cells][0]  # FedL2P itself, if it is there
     layers = next((c["layers"] for c in cells if "layers" in c), {"beta": [], "eta": [], "sizes": []})
-    return Case(title, found, rounds, layers, main["settings"], main["machine"], NAMES[main["method"]])
+    notes = tuple(f"{names[c['method']]}, seed {c['seed']}, has no result: {c['diverged']}" for c in cells if "diverged" in c)
+    return Case(title, found, rounds, layers, main["settings"], main["machine"], names[main["method"]], notes)
 
 
 def cases(
@@ -86,8 +94,8 @@ def cases(
         return [_demo(folder)]
     groups: dict[str, list[dict]] = {}
     for path in sorted(folder.rglob("*-seed*.json")):
-        cell = part(path, dict)
-        if "clients" in cell and "scale" in cell:
+        cell = _read(path)
+        if isinstance(cell, dict) and "clients" in cell and "scale" in cell:
             groups.setdefault(f"{label(condition_of(cell))}, scale {cell['scale']}", []).append(cell)
     if not groups:
         raise ValueError(f"folder is {folder}, which holds no results; allowed are a folder of a demo that is done, or of studies")
@@ -100,7 +108,10 @@ START, NONE = "FedL2P before learning", "no fine-tuning"  # names of methods to 
 def _accuracy(case: Case) -> list:
     "Table and bars of all methods."
     rows = summarise([[r for r in case.found if r["seed"] == seed] for seed in sorted({r["seed"] for r in case.found})])
-    return [markdown(rows), "Test accuracy in percent, mean ± standard deviation over seeds.", ("Which method is best?", plot_accuracy(rows))]
+    seeds = {method: sorted({r["seed"] for r in case.found if r["method"] == method}) for method in rows}
+    few = [f"{method} (seeds {', '.join(map(str, some))})" for method, some in seeds.items() if len(some) < max(map(len, seeds.values()))]
+    notes = [*case.notes, *(["Not to be compared with the others but by pairs, since they have fewer seeds: " + "; ".join(few) + "."] if few else [])]
+    return [markdown(rows), "Test accuracy in percent, mean ± standard deviation over seeds.", *notes, ("Which method is best?", plot_accuracy(rows))] if rows else notes
 
 
 def _gains(case: Case) -> list:
@@ -108,7 +119,7 @@ def _gains(case: Case) -> list:
     parts: list = []
     for base in (NONE, START):
         for pool in ("seen", "unseen"):
-            if some := gains(case.found, case.main, base, pool):
+            if (some := gains(case.found, case.main, base, pool)) and base != case.main:
                 mean, error = mean_gain(some)
                 parts.append(f"{case.main} less {base}, {pool} clients: {mean:+.1f} ± {error:.1f} points (mean and standard error over {len(some)} clients).")
                 if any(g.points for g in some):
@@ -126,7 +137,7 @@ def _learning(case: Case) -> list:
     history = next((h for (method, _), h in case.rounds.items() if method == case.main), [])
     if any("beta" in r for r in history):
         parts.append((f"Which way did the strategies go? {case.main}, first seed", plot_course(history, case.layers)))
-    failed = sum(len(r["failed"]) for h in case.rounds.values() for r in h)
+    failed = sum(len(r.get("failed", ())) for h in case.rounds.values() for r in h)
     return [*parts, f"{sum(map(len, case.rounds.values()))} rounds in all; clients that failed in a round: {failed}.", *_bytes(case)]
 
 
@@ -134,16 +145,18 @@ def _bytes(case: Case) -> list[str]:
     "What a client receives and sends in a round."
     if not case.layers.get("sizes"):
         return []
-    modules = dict.fromkeys(name.rpartition(".")[0] for name in case.layers["eta"])
-    metanets = MetaNets(Signature(tuple(case.layers["beta"]), tuple(modules), tuple(case.layers["eta"])), 0.0, case.settings.get("hidden", 100))
-    numbers, model = sum(p.numel() for p in metanets.parameters()), sum(case.layers["sizes"])
-    return [f"A client receives and sends {4 * numbers:,} bytes in a round, {numbers / model:.2%} of what the model itself would take."]
+    inputs = {"beta": len(case.layers["beta"]), "eta": 2 * len({name.rpartition(".")[0] for name in case.layers["eta"]})}
+    hidden, model = case.settings.get("hidden", 100), sum(case.layers["sizes"])
+    numbers = len(case.layers["eta"]) + (2 * sum(inputs.values()) if case.settings.get("inputs") == "standard" else 0)
+    for key, n in inputs.items():  # three layers each, with biases
+        numbers += (n + 1) * hidden + (hidden + 1) * hidden + (hidden + 1) * len(case.layers[key]) if n else 0
+    return [f"A client receives and sends {4 * numbers:,} bytes in a round, {numbers / model:.2%} of what it would for a round of pretraining; the paper's figure for ResNet-18, after as many rounds of either, is 0.38%. More on cost is in the notebook of that name."]
 
 
 def _strategies(case: Case) -> list:
     "Beta, eta and sparsity by layer."
     after, before = case.of(case.main, "seen"), case.of(START, "seen")
-    if not after or "eta" not in after[0]:
+    if not after or "eta" not in after[0] or not case.layers["eta"]:
         return []
     parts: list = [("How does each layer come out, and does it differ between clients?", plot_strategies(after, case.layers, before, f"{case.main}, first seed"))]
     if "sizes" not in case.layers:
@@ -156,14 +169,15 @@ def _strategies(case: Case) -> list:
 def _clusters(case: Case) -> list:
     "Whether strategies depend on the client."
     after, before = case.of(case.main), case.of(START)
-    if not after or "eta" not in after[0]:
+    if not after or "eta" not in after[0] or not case.layers["eta"]:
         return []
     both = {name: some for name, some in (("before learning", before), ("after learning", after)) if some}
-    parts: list = [spread_table(both), "Standard deviation over clients, in parts of the mean; and the share of the variance that lies between domains."]
+    parts: list = [spread_table(both), "Standard deviation over clients, in parts of the mean; and the share of the variance that lies between domains, in brackets that of domains dealt at random."]
     if len({r["domain"] for r in after}) > 1:
         parts += [ari_table(both), "Adjusted Rand Index of spectral clusters and true domains; in brackets with distances divided by their median."]
-        rows = {title: torch.tensor([r[key] for r in after]) for key, title in KEYS.items() if key in after[0]}
-        if len({r["domain"] for r in after}) < len(after):
+        rows = {title: torch.tensor([r[key] for r in after]) for key, title in KEYS.items() if all(key in r for r in after)}
+        rows = {title: values for title, values in rows.items() if values.isfinite().all()}
+        if rows and len({r["domain"] for r in after}) < len(after):
             parts.append(("Are clients of one domain closer to each other than to others?", plot_maps(rows, [r["domain"] for r in after])))
     for pool in ("seen", "unseen"):
         if some := gains(case.found, case.main, f"{case.main}, mean inputs", pool):
@@ -227,22 +241,23 @@ def _part(part: object, pictures: dict[str, bytes], name: str) -> str:
 
 def page(
     title: str,
-    groups: Iterable[Sequence[Case]], # cases of a group stand side by side
+    groups: Iterable[Mapping[str, Case]], # cases of a group stand side by side, each under its name
 ) -> tuple[str, dict[str, bytes]]: # the page, and its pictures by file name
     "Tables and pictures of some cases as one HTML page."
     import matplotlib
 
     pictures: dict[str, bytes] = {}
     chapters, links = [], []
-    with matplotlib.rc_context({"backend": "agg"}):
+    with matplotlib.rc_context({"backend": "agg", "text.parse_math": False}):
         for number, group in enumerate(groups):
-            names = [case.title for case in group]
+            names = [case.title for case in group.values()]
+            over = [f"<p><b>{html.escape(name)}</b></p>" if name else "" for name in group]
             links.append(f'<li><a href="#{number}">{html.escape(" | ".join(dict.fromkeys(names)))}</a></li>')
-            body = [f'<h2 id="{number}">{html.escape(" | ".join(dict.fromkeys(names)))}</h2>', '<div class="beside">', *(f"<div>{_settings(case)}</div>" for case in group), "</div>"]
+            body = [f'<h2 id="{number}">{html.escape(" | ".join(dict.fromkeys(names)))}</h2>', '<div class="beside">', *(f"<div>{name}{_settings(case)}</div>" for name, case in zip(over, group.values(), strict=True)), "</div>"]
             for section, make in SECTIONS.items():
-                columns = ["".join(_part(p, pictures, f"{_slug(case.title)}-{_slug(section)}") for p in make(case)) for case in group]
+                columns = ["".join(_part(p, pictures, f"{_slug(case.title)}-{_slug(section)}") for p in make(case)) for case in group.values()]
                 if any(columns):
-                    body += [f"<h3>{section}</h3>", '<div class="beside">', *(f"<div>{column or '<p>Nothing to show.</p>'}</div>" for column in columns), "</div>"]
+                    body += [f"<h3>{section}</h3>", '<div class="beside">', *(f"<div>{name}{column or '<p>Nothing to show.</p>'}</div>" for name, column in zip(over, columns, strict=True)), "</div>"]
             chapters.append("".join(body))
     contents = f"<ul>{''.join(links)}</ul>" if len(links) > 1 else ""
     return f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>{html.escape(title)}</title><style>{STYLE}</style></head><body><h1>{html.escape(title)}</h1>{contents}{"".join(chapters)}</body></html>\n', pictures
@@ -257,14 +272,18 @@ def report(
     if not 1 <= len(folders) <= 2:
         raise ValueError(f"folders has {len(folders)} entries; allowed are one, or two to be shown side by side")
     found = [cases(folder) for folder in folders]
-    if len(found) == 1 or all(len(some) == 1 for some in found):
-        groups = [[case] for case in found[0]] if len(found) == 1 else [[found[0][0], found[1][0]]]
-    else:  # of studies, what has the same name belongs together
+    if len(folders) == 1:
+        groups = [{"": case} for case in found[0]]
+    elif all(len(some) == 1 for some in found):
+        groups = [{f"{letter}: {where}": case for letter, where, [case] in zip("AB", folders, found, strict=True)}]
+    else:  # of studies, what has the same title belongs together
         titles = dict.fromkeys(case.title for some in found for case in some)
-        groups = [[case for some in found for case in some if case.title == title] for title in titles]
+        groups = [{f"{letter}: {where}": case for letter, where, some in zip("AB", folders, found, strict=True) for case in some if case.title == title} for title in titles]
     text, pictures = page("fedl2p report: " + " | ".join(map(str, folders)), groups)
     out = folders[0] / "report" if out is None else Path(out)
     out.mkdir(parents=True, exist_ok=True)
+    for old in out.glob("*-[0-9][0-9].png") if (out / "report.html").exists() else ():  # of an earlier report
+        old.unlink()
     for name, content in pictures.items():
         write_file(out / name, content)
     write_file(out / "report.html", text.encode())

@@ -209,11 +209,11 @@ def _last(learner: FedL2P, client: Client) -> dict[str, list[float]]:
     return {"beta": _digits(strategy.beta.tolist()), "eta": _digits(strategy.eta.tolist())}
 
 
-def _digits(value: object) -> object:
-    "Numbers with four digits."
+def _digits(value: object, digits: int = 6) -> object:
+    "Numbers with so many digits; six, since strategies of clients may differ in the fourth only."
     if isinstance(value, list):
-        return [_digits(v) for v in value]
-    return float(f"{value:.4g}") if isinstance(value, float) else value
+        return [_digits(v, digits) for v in value]
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
 
 
 def _titled(track: Callable, title: str, rounds: Iterator, _: str, total: int, done: int) -> Iterator:
@@ -221,7 +221,7 @@ def _titled(track: Callable, title: str, rounds: Iterator, _: str, total: int, d
 
 
 def _short(record: dict, method: str) -> dict:
-    "A client's record, small enough to be committed: strategies only where they were learned, four digits."
+    "A client's record, small enough to be committed: strategies only where they were learned."
     kept = ("pool", "client", "domain", "accuracy", "n", "loss", *(("beta", "eta", "xi", "feature_stats") if method in LEARNED or method == "l2p" else ()))
     return {k: _digits(record[k]) for k in kept if k in record}
 

@@ -73,7 +73,7 @@ def test_what_differs_by_rounding_only_is_the_same():
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_numbers_that_are_not_finite_are_named(bad):
     with pytest.raises(ValueError, match="not finite"):
-        cluster(torch.tensor([[bad], [1.0]]), ["a", "a"])
+        cluster(torch.tensor([[bad], [1.0], [2.0]]), list("aab"))
 
 
 @pytest.mark.parametrize("function", [cluster, distance_map, spread])
@@ -103,7 +103,7 @@ def test_standardised_inputs_have_mean_0_and_deviation_1(model, federation):
     known = [profile_of(model, STANDARD, c.train, (0,)) for c in federation.seen]
     inputs = torch.stack([torch.cat([p.xi, p.feature_stats]) for p in known])
     torch.testing.assert_close(learner.metanets.center, inputs.mean(0))
-    torch.testing.assert_close(learner.metanets.spread, inputs.std(0, correction=0), rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(learner.metanets.deviation, inputs.std(0, correction=0), rtol=1e-3, atol=1e-6)
 
 
 def test_a_run_with_standardised_inputs_goes_on(model, federation, tmp_path):
@@ -157,7 +157,7 @@ def test_a_client_that_cannot_describe_itself_is_left_out(model, federation):
     broken = replace(federation.seen[0], train=federation.seen[0].train[:0])
     with pytest.warns(RuntimeWarning, match="is left out"):
         learner = FedL2P(model, STANDARD).fit([broken, *federation.seen[1:]], track=quiet, workers=1)
-    assert learner.metanets.spread.isfinite().all()
+    assert learner.metanets.deviation.isfinite().all()
 
 
 def test_who_learns_alone_has_nobody_to_compare_with(model, federation):
