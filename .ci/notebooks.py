@@ -30,7 +30,7 @@ def notebooks() -> list[Path]:
 
 def first_cell(path: Path) -> str:
     """The hidden first cell: on Colab it installs the package, and leaves Colab's torch alone; experiments also need their result files."""
-    packages = " ".join(f'"{p}"' for p in SETTINGS["colab_requirements"].split())
+    packages = " ".join(f'"{p}"' for p in (SETTINGS["colab_requirements"] + (" " + SETTINGS["flower_requirements"] if path.stem == "12_flower" else "")).split())
     results = f"""
     !git clone -q --depth 1 --branch {BRANCH} https://github.com/{OWNER} /content/{SETTINGS["repo"]}
     %cd /content/{SETTINGS["repo"]}/nbs/experiments""" if path.parent.name == "experiments" else ""

@@ -1,4 +1,4 @@
-"""Imports each module of the installed wheel alone, in a Python without the dev extra: `python .ci/wheel.py PYTHON`."""
+"""Imports each module of the installed wheel alone, in a Python without extras: `python .ci/wheel.py PYTHON`. fedl2p.flower must name its extra."""
 
 import subprocess
 import sys
@@ -11,6 +11,14 @@ assert pathlib.PurePosixPath("fedl2p/py.typed") in files, "py.typed is not in th
 names = [".".join(f.with_suffix("").parts) for f in files if f.suffix == ".py" and f.name not in ("__init__.py", "_modidx.py")]
 assert names and all(n.startswith("fedl2p.") for n in names), names
 print(*names)
+"""
+WITHOUT_FLOWER = """
+try:
+    import fedl2p.flower
+except ImportError as error:
+    assert 'pip install "fedl2p[flower]"' in str(error), error
+else:
+    raise AssertionError("fedl2p.flower imports without the extra")
 """
 HEAVY = ("torchvision", "torchaudio", "matplotlib")
 
@@ -27,7 +35,7 @@ def run(python: str, code: str) -> str:
 def main(python: str) -> None:
     names = run(python, MODULES).split()
     for name in names:
-        run(python, f"import {name}")
+        run(python, WITHOUT_FLOWER if name == "fedl2p.flower" else f"import {name}")
         print("imports alone:", name)
     run(python, f"import sys, fedl2p; heavy = [m for m in {(*HEAVY, 'torch')!r} if m in sys.modules]; assert not heavy, heavy")
     run(python, "import torch, torchvision, torchaudio")

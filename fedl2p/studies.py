@@ -32,6 +32,7 @@ from .metanet import Strategy
 from .metastep import policy, profile_of, with_state
 from .paper import METHODS, TABLES, Condition
 from .scales import Setting, setting
+from .workers import each
 
 # %% ../nbs/studies.ipynb #a20b7a3d
 OURS = {"ft-c-best": "FT (BN C), best rate", "ft-g-best": "FT (BN G), best rate", "ft-i-best": "FT (BN I), best rate",
@@ -122,6 +123,7 @@ def pretrained(
     out: Path, # folder that keeps the model for all methods
     machine: Machine,
     track: Callable = quiet, # shows progress
+    ask: Callable = each, # brings the clients' work about, see `fedl2p.federated.fedavg`
 ) -> nn.Module: # as returned by `mix_bn`
     "The model that a condition starts from; trained once, kept in a file."
     source, alpha = ("cifar10", 1000.0) if condition.dataset == "cifar10c" else (condition.dataset, condition.alpha)
@@ -130,7 +132,7 @@ def pretrained(
     if how.recipe is not None:
         kept = Path(out) / source / scale / "pretrained" / f"{_start(condition.pretraining, alpha)}.safetensors"
         kept.parent.mkdir(parents=True, exist_ok=True)
-        model = pretrain(model, _clients(source, scale, machine.data, alpha)[0], condition.pretraining, workers=machine.workers, checkpoint=kept, track=track, **how.recipe)
+        model = pretrain(model, _clients(source, scale, machine.data, alpha)[0], condition.pretraining, workers=machine.workers, checkpoint=kept, track=track, ask=ask, **how.recipe)
     model = mix_bn(model, verbose=False)
     if machine.compile:
         model.compile()
@@ -151,7 +153,7 @@ def _config(cell: Cell, how: Setting, machine: Machine) -> Config:
     return config
 
 
-def _results(cell: Cell, how: Setting, model: nn.Module, seen: list[Client], unseen: list[Client], folder: Path, machine: Machine, track: Callable) -> dict:
+def _results(cell: Cell, how: Setting, model: nn.Module, seen: list[Client], unseen: list[Client], folder: Path, machine: Machine, track: Callable, ask: Callable) -> dict:
     "Accuracies of all clients under the method of a cell."
     config, c, about, scores = _config(cell, how, machine), cell.condition, {}, {}
     some = _drawn(seen, how.scored, cell.seed)
@@ -163,16 +165,16 @@ def _results(cell: Cell, how: Setting, model: nn.Module, seen: list[Client], uns
         return {pool: [r[name] for r in score_all(work, clients, model, machine.workers, partial(_titled, track, f"{title}: {pool}"))] for pool, clients in pools.items()}
 
     if cell.method == "fedl2p-mean":  # the policy of another cell, learned now if it is not there
-        learner = FedL2P(model, config).fit(seen, folder.with_name(f"fedl2p-seed{cell.seed}"), machine.workers, partial(_titled, track, title))
+        learner = FedL2P(model, config).fit(seen, folder.with_name(f"fedl2p-seed{cell.seed}"), machine.workers, partial(_titled, track, title), ask)
         scores = tuned("", mean_strategy(learner, seen))
     elif cell.method in LEARNED:
         learner = FedL2P(model, config)
         if cell.method != "fedl2p-start":
-            learner.fit(seen, folder, machine.workers, partial(_titled, track, title)).save(folder / "policy.safetensors")
+            learner.fit(seen, folder, machine.workers, partial(_titled, track, title), ask).save(folder / "policy.safetensors")
             about["last"] = _last(learner, some[0])
         about["rounds"] = [{k: _digits(v) if k in ("beta", "eta") else v for k, v in r.items() if k != "clients"} for r in learner.history]
         about["layers"] = layers_of(model)
-        scores = {pool: learner.score(clients, machine.workers, partial(_titled, track, f"{title}: {pool}")) for pool, clients in pools.items()}
+        scores = {pool: learner.score(clients, machine.workers, partial(_titled, track, f"{title}: {pool}"), ask) for pool, clients in pools.items()}
     elif cell.method == "l2p":
         return {"clients": _alone(partial(l2p_client, model, config, l2p_passes(config, len(seen))), some, model, folder, machine, partial(_titled, track, title))}
     else:
@@ -246,6 +248,7 @@ def run_cell(
     out: Path, # folder for results
     machine: Machine = Machine(),  # noqa: B008, frozen
     track: Callable = quiet, # shows progress
+    ask: Callable = each, # brings the clients' work about where FedL2P learns; baselines and L2P work in processes
 ) -> dict: # as in its file
     "The result of a cell, from its file or run now."
     path, how = cell.path(out, scale), setting(cell.condition.dataset, scale, machine.data)
@@ -254,12 +257,12 @@ def run_cell(
     def work() -> dict:
         start, device = time.time(), pick_device(machine.device)
         seen, unseen = _clients(cell.condition.dataset, scale, machine.data, cell.condition.alpha)
-        model = pretrained(cell.condition, scale, out, machine, track)
+        model = pretrained(cell.condition, scale, out, machine, track, ask)
         learning = time.time()
         start_of = _same_start(path, fingerprint(model, *seen, *unseen))
         with torch.autocast("cuda", torch.bfloat16) if machine.amp else nullcontext():
             try:
-                found = _results(cell, how, model, seen, unseen, path.with_suffix(""), machine, track)
+                found = _results(cell, how, model, seen, unseen, path.with_suffix(""), machine, track, ask)
             except Diverged as error:  # a result, too: the paper's tables have such cells
                 warnings.warn(f"{path.stem} has no result: {error}", RuntimeWarning, stacklevel=2)
                 found = {"diverged": str(error), "clients": []}

@@ -1,0 +1,39 @@
+"""FedL2P as a Flower app: the digits federation, with client k on the node whose partition-id is k.
+
+For data of your own, let `load` return the client of the node that it runs on, and your network.
+"""
+
+from pathlib import Path
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from fedl2p.data import digits_federation
+from fedl2p.digits import small_cnn
+from fedl2p.experiment import records, write_json
+from fedl2p.federated import bar, pretrain
+from fedl2p.flower import Nodes, Privacy, client_app
+from fedl2p.learner import Config, FedL2P
+
+
+def load(context: Context):
+    return digits_federation().seen[int(context.node_config["partition-id"])], small_cnn()
+
+
+client = client_app(load)
+server = ServerApp()
+
+
+@server.main()
+def main(grid: Grid, context: Context) -> None:
+    run = context.run_config
+    out = Path(run["out"])
+    out.mkdir(parents=True, exist_ok=True)
+    nodes = Nodes(grid, run["timeout"], Privacy(run["noise"], run["clip"]) if run["noise"] else None)
+    clients = nodes.clients(run["nodes"], run["timeout"], out / "clients.json")
+    model = pretrain(small_cnn(), clients, fraction=run["fraction"], rounds=run["pretraining-rounds"], checkpoint=out / "pretraining.safetensors", track=bar, ask=nodes)
+    config = Config(lr=0.01, epochs=run["epochs"], rounds=run["rounds"], fraction=run["fraction"], estimator=run["estimator"])
+    learner = FedL2P(model, config).fit(clients, out, ask=nodes)
+    learner.save(out / "policy.safetensors")
+    write_json(out / "scores.json", records("FedL2P", "seen", learner.score(clients, ask=nodes)))
+    write_json(out / "traffic.json", nodes.traffic)
