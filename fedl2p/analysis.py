@@ -157,8 +157,8 @@ def plot_learning(
     import matplotlib.pyplot as plt
 
     relative = any("start_loss" in r for history in histories.values() for r in history)
-    fig, ax = plt.subplots(figsize=(5.4, 3.4), layout="constrained")
     palette = colours(method for method, _ in histories)
+    fig, ax = plt.subplots(figsize=(5.4, 3 + 0.18 * len(palette)), layout="constrained")
     for (method, _), history in histories.items():
         ax.plot([r["round"] for r in history], [math.nan if r["val_loss"] is None else r["val_loss"] - r.get("start_loss", math.nan if relative else 0.0) for r in history], ".-", color=palette[method], alpha=0.6)
     for method, colour in palette.items():
