@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import lru_cache, partial
 from pathlib import Path
+from threading import Event
 from typing import Any, NamedTuple
 
 import torch
@@ -67,7 +68,7 @@ def _do(work: str, message: Message, folder: Path, client: Client, model: nn.Mod
     return WORK[work](model, settings, state, client, *([] if work == "score" else [asked["round"]]))
 
 # %% ../nbs/12_flower.ipynb #5fd4ce18
-_MODEL = "fedl2p model 1"
+_MODEL, _LOST = "fedl2p model 1", "the node does not have the model"
 
 
 def _keep(model: nn.Module, folder: Path, record: ArrayRecord) -> dict:
@@ -85,9 +86,9 @@ def _pretrained(model: nn.Module, folder: Path, name: str) -> nn.Module:
     try:
         model.load_state_dict(load_tensors(path, _MODEL)[0])
     except (OSError, ValueError, RuntimeError) as error:
-        raise FileNotFoundError(f"the node does not have the model {name}: {error}") from error
+        raise FileNotFoundError(f"{_LOST} {name}: {error}") from error
     if fingerprint(model) != name:
-        raise FileNotFoundError(f"the node does not have the model {name}: {path} holds {fingerprint(model)}")
+        raise FileNotFoundError(f"{_LOST} {name}: {path} holds {fingerprint(model)}")
     return model
 
 # %% ../nbs/12_flower.ipynb #6605b9e2
@@ -163,9 +164,14 @@ class Nodes:
         while len(self._meet()) + len(self.silent) < n and time.time() < end:
             time.sleep(0.5)
         found = {client.id: client.domain for client, _ in self.known.values()}
+        if len(found) < len(self.known):
+            raise RuntimeError(f"{len(self.known)} nodes have {len(found)} different names; allowed is one name for each")
         if not found:
             raise RuntimeError(f"no node said who it is in {wait:g} s; {len(self.silent)} were asked")
-        return [_stub(id, domain) for id, domain in sorted((part(Path(path), lambda: found) if path else found).items())]
+        kept = part(Path(path), lambda: found) if path else found
+        if len(kept) < n:
+            warnings.warn(f"{len(kept)} clients take part, of the {n} that were asked for" + (f"; {path} keeps their names" if path else ""), RuntimeWarning, stacklevel=2)
+        return [_stub(id, domain) for id, domain in sorted(kept.items())]
 
     def __call__(
         self,
@@ -185,12 +191,15 @@ class Nodes:
         nodes = [where[client.id] for client in clients if client.id in where]
         lacking = {node for node in nodes if name not in self.known[node][1]}
         whole = {**plain, "model": _arrays(model.state_dict())} if lacking else plain
-        answers = self._exchange("evaluate" if work == "score" else "train", {node: whole if node in lacking else plain for node in nodes})
+        kind = "evaluate" if work == "score" else "train"
+        answers = self._exchange(kind, {node: whole if node in lacking else plain for node in nodes})
+        if lost := [node for node, reply in answers.items() if node not in lacking and reply.has_error() and _LOST in reply.error.reason]:
+            answers |= self._exchange(kind, dict.fromkeys(lost, {**plain, "model": _arrays(model.state_dict())}))
         outcomes = [self._outcome(where.get(client.id), answers, partial(_read, work, settings, model, client)) for client in clients]
         for node, outcome in zip((where.get(client.id) for client in clients), outcomes, strict=True):
             if node in answers:
                 held = self.known[node][1]
-                (held.discard if outcome.error.startswith("FileNotFoundError") else held.add)(name)
+                (held.discard if outcome.error else held.add)(name)  # who failed gets it again: better once too often
         return iter(_private(outcomes, state, self.privacy) if self.privacy and work == "learn" else outcomes)
 
     def _meet(self) -> dict[str, int]:
@@ -263,19 +272,38 @@ class Privacy(NamedTuple):
 
 def _private(outcomes: list[Outcome], state: State, privacy: Privacy) -> list[Outcome]:
     "The same outcomes, each with the private mean for its state: the mean of equal states is that state."
+    learned = [name for name in state if name not in ("center", "deviation")]  # what inputs are compared with is not learned
     still = Outcome(None, "sent back what it got")  # by whose length, zero, Flower's clipping would divide
     outcomes = [still if not o.error and not _fault(o.value, state) and all(torch.equal(o.value.state[name], t) for name, t in state.items()) else o for o in outcomes]
     good = [not o.error and not _fault(o.value, state) for o in outcomes]
     if not any(good):
         return outcomes
     strategy = DifferentialPrivacyServerSideFixedClipping(FedAvg(), privacy.noise, privacy.clip, sum(good))
-    strategy.current_arrays = _arrays(state)
-    records = [{"arrays": _arrays({name: o.value.state[name] for name in state}), "metrics": MetricRecord({"num-examples": 1})} for o, ok in zip(outcomes, good, strict=True) if ok]
+    strategy.current_arrays = _arrays({name: state[name] for name in learned})
+    records = [{"arrays": _arrays({name: o.value.state[name] for name in learned}), "metrics": MetricRecord({"num-examples": 1})} for o, ok in zip(outcomes, good, strict=True) if ok]
     mean = strategy.aggregate_train(0, [Message(RecordDict(record), 1, "train") for record in records])[0].to_torch_state_dict()
-    mean = {name: mean[name].to(t) for name, t in state.items()}
+    mean = {name: mean[name].to(t) if name in learned else t for name, t in state.items()}
     return [o._replace(value=o.value._replace(state=mean)) if ok else o for o, ok in zip(outcomes, good, strict=True)]
 
 # %% ../nbs/12_flower.ipynb #f8d002d0
+class _Until:
+    "A grid that stops waiting for answers when it is told to."
+
+    def __init__(self, grid: Grid, over: Event):
+        self.grid, self.over, self.get_node_ids = grid, over, grid.get_node_ids
+
+    def send_and_receive(self, messages: Sequence[Message], timeout: float) -> list[Message]:
+        asked, replies, end = set(self.grid.push_messages(messages)), [], time.time() + timeout
+        while asked and time.time() < end:
+            if self.over.is_set():
+                raise RuntimeError("the simulation was stopped")
+            new = list(self.grid.pull_messages(asked))
+            asked -= {reply.metadata.reply_to_message_id for reply in new}
+            replies += new
+            time.sleep(0.05)
+        return replies
+
+
 def simulate(
     main: Callable[[Grid], Any], # what the server does
     app: ClientApp, # what each node does
@@ -286,8 +314,8 @@ def simulate(
     "A server and its nodes on this machine, until the server is done."
     from flwr.simulation import run_simulation
 
-    server, found = ServerApp(), []
-    server.main()(lambda grid, context: found.append(main(grid)))
+    server, found, over = ServerApp(), [], Event()
+    server.main()(lambda grid, context: found.append(main(_Until(grid, over))))
     backend = {"init_args": {"num_cpus": workers or cores(), "log_to_driver": False}, "client_resources": {"num_cpus": 1, "num_gpus": gpus}}
     log, path = logging.getLogger("flwr"), os.environ.get("PYTHONPATH", "")
     level = log.level
@@ -295,6 +323,7 @@ def simulate(
     try:
         run_simulation(server, app, nodes, backend_config=backend)
     finally:
+        over.set()  # the server has a thread of its own, which would wait for answers that cannot come any more
         log.setLevel(level)
         os.environ["PYTHONPATH"] = path  # which Flower lengthens every time
     return found[0]
@@ -318,13 +347,15 @@ def simulate_study(
     timeout: float = 3600.0, # seconds that an answer may take
     track: Callable = quiet, # shows progress
 ) -> None:
-    "Fill in the cells that are missing, each with a simulation: the same files, with the same numbers, as by `run_study`."
-    if wrong := [m for m in run.methods if m not in LEARNED]:
-        raise ValueError(f"methods has {', '.join(wrong)}; allowed on Flower are {', '.join(LEARNED)}")
+    "Fill in the cells that are missing, each with a simulation: the same accuracies as by `run_study`, without what nodes do not send."
+    allowed = [m for m in LEARNED if m != "fedl2p-mean"]  # which needs everybody's inputs in one place
+    if wrong := [m for m in run.methods if m not in allowed]:
+        raise ValueError(f"methods has {', '.join(wrong)}; allowed on Flower are {', '.join(allowed)}")
     if run.machine.amp or run.machine.compile:
         raise ValueError(f"amp is {run.machine.amp} and compile {run.machine.compile}; nodes have neither")
-    run, workers = replace(run, methods=run.methods or tuple(m for m in columns(run.study) if m in LEARNED)), run.machine.workers or cores()
-    gpus = torch.cuda.device_count() / workers if pick_device(run.machine.device).startswith("cuda") else 0.0
+    on_gpu = pick_device(run.machine.device).startswith("cuda")
+    run, workers = replace(run, methods=run.methods or tuple(m for m in columns(run.study) if m in allowed)), run.machine.workers or (1 if on_gpu else cores())
+    gpus = torch.cuda.device_count() / workers if on_gpu else 0.0
     for cell in cells(run):
         everybody = _everybody(cell.condition.dataset, run.scale, run.machine.data, cell.condition.alpha)
 

@@ -43,6 +43,8 @@ class Time(NamedTuple):
 def _clock() -> float:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()  # a GPU works on after Python has returned
+    elif torch.backends.mps.is_available():
+        torch.mps.synchronize()
     return time.perf_counter()
 
 
@@ -63,7 +65,7 @@ def seconds(
         function()
     turns = [{name: _timed(function) for name, function in functions.items()} for _ in range(repeats)]
     unit = next(iter(functions))
-    return {name: Time(median(turn[name] for turn in turns), median(turn[name] / turn[unit] for turn in turns)) for name in functions}
+    return {name: Time(median(turn[name] for turn in turns), median(turn[name] / max(turn[unit], 1e-9) for turn in turns)) for name in functions}
 
 # %% ../nbs/measure.ipynb #7a39740c
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")

@@ -120,7 +120,7 @@ def sabotage(message, context, call_next):
     elif k == 1:
         arrays[name] = Array(arrays[name].numpy()[:1])
     elif k == 2:
-        time.sleep(10)
+        time.sleep(20)
     return reply
 
 
@@ -141,7 +141,7 @@ def scenarios(folder, grid):
         fit(nodes, clients, replace(QUICK, seed=EVIL))
     found["all fail"] = str(error.value)
     with pytest.warns(RuntimeWarning, match="is left out"):
-        found["bad"] = fit(Nodes(grid, 8), clients, replace(QUICK, seed=BAD, rounds=1))
+        found["bad"] = fit(Nodes(grid, 15), clients, replace(QUICK, seed=BAD, rounds=1))
     return found
 
 
@@ -180,7 +180,7 @@ def test_bad_and_silent_nodes_are_left_out(simulated):
     clients, (record,) = seen(), simulated["bad"].history
     assert record["clients"] == sorted(c.id for c in clients[3:])
     nan, shape, silent = (record["failed"][c.id] for c in clients[:3])
-    assert "not finite" in nan and "with shape" in shape and silent == "did not answer in 8 s"
+    assert "not finite" in nan and "with shape" in shape and silent == "did not answer in 15 s"
     alone = fit(without({(c.id, 1) for c in clients[:3]}), clients, replace(QUICK, seed=BAD, rounds=1))
     assert same(simulated["bad"].last, alone.last)
 
@@ -270,8 +270,8 @@ def tool(name):
 @pytest.fixture(scope="module", params=[signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])  # the SuperLink learns of the second by missing heartbeats, in up to a minute
 def deployed(request, tmp_path_factory):
     """The app of nbs/flower on two nodes, one of which is killed in the middle of the last round."""
-    if not all(map(shutil.which, ("openssl", "ssh-keygen"))):
-        pytest.skip("openssl or ssh-keygen is not there")
+    if not all(map(shutil.which, ("openssl", "ssh-keygen"))) or not Path("/proc").exists():
+        pytest.skip("openssl or ssh-keygen is not there, or no /proc to find processes by")
     folder = tmp_path_factory.mktemp("deployment")
     deployment = Deployment(folder)
     try:
@@ -395,9 +395,8 @@ def test_a_damaged_model_is_sent_again(here, tmp_path):
     (path,) = (tmp_path / "models").iterdir()
     assert path.stem == fingerprint(mix_bn(network(), verbose=False))
     path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(RuntimeError, match="the node does not have the model"):
-        fit(nodes, clients, config)
-    assert not fit(nodes, clients, config).history[0]["failed"]
+    assert not fit(nodes, clients, config).history[0]["failed"]  # it came once more, in the same round
+    assert [t["messages"] for t in nodes.traffic if t["kind"] == "train"] == [5, 5, 5]
 
 
 def test_a_server_that_starts_again_without_a_node_goes_on(here, tmp_path):
