@@ -143,7 +143,7 @@ def plot_sparsity(
     top.legend(fontsize="small", ncols=2)
     bottom.barh(range(len(names)), frozen([r["eta"] for r in found]), color="C0")
     if before:
-        bottom.plot(frozen([r["eta"] for r in before]), range(len(names)), "|", color="0.4", label="before learning")
+        bottom.plot(frozen([r["eta"] for r in before]), range(len(names)), "|", color="0.4")
     bottom.set(xlabel="share of clients that freeze the tensor", xlim=(0, 1), yticks=range(len(names)), ylim=(len(names) - 0.4, -0.6))
     bottom.set_yticklabels(names, fontsize="x-small")
     return fig

@@ -95,7 +95,7 @@ def flower(
     settings: Run,
     timeout: float = 3600.0, # seconds that a node may take to answer
 ) -> None:
-    "Run FedL2P's cells of a study on Flower, with a simulated node for each client: the same files and numbers as by `run`."
+    "Run FedL2P's cells of a study on Flower, with a simulated node for each client: the same accuracies as by `run`."
     from fedl2p.flower import simulate_study
 
     start = time.time()

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from .data import Client
-from .learner import FedL2P, score_all
+from .learner import FedL2P, personal_profile, score_all
 from .metanet import Strategy
-from .metastep import Config, policy, profile_of
+from .metastep import Config, policy
 from .profile import Profile
 
 # %% ../nbs/clusters.ipynb #d7e6a3be
@@ -211,7 +211,7 @@ def spread_table(
 # %% ../nbs/clusters.ipynb #cbfadcdd
 def _inputs(model: nn.Module, config: Config, client: Client) -> Profile:
     client = client.to(next(model.parameters()).device)
-    return profile_of(model, config, client.train + client.val, (config.seed, "personalize", client.id))  # as when it is personalized
+    return personal_profile(model, config, client.train + client.val, client.id)
 
 
 def mean_strategy(

@@ -190,11 +190,15 @@ class Nodes:
         plain = {"arrays": _arrays(state), "config": ConfigRecord(config)}
         nodes = [where[client.id] for client in clients if client.id in where]
         lacking = {node for node in nodes if name not in self.known[node][1]}
-        whole = {**plain, "model": _arrays(model.state_dict())} if lacking else plain
         kind = "evaluate" if work == "score" else "train"
-        answers = self._exchange(kind, {node: whole if node in lacking else plain for node in nodes})
-        if lost := [node for node, reply in answers.items() if node not in lacking and reply.has_error() and _LOST in reply.error.reason]:
-            answers |= self._exchange(kind, dict.fromkeys(lost, {**plain, "model": _arrays(model.state_dict())}))
+
+        def send(to: Sequence[int], lacking: set[int]) -> dict[int, Message]:
+            whole = {**plain, "model": _arrays(model.state_dict())} if lacking else plain
+            return self._exchange(kind, {node: whole if node in lacking else plain for node in to})
+
+        answers = send(nodes, lacking)
+        if lost := {node for node, reply in answers.items() if node not in lacking and reply.has_error() and _LOST in reply.error.reason}:
+            answers |= send(sorted(lost), lost)
         outcomes = [self._outcome(where.get(client.id), answers, partial(_read, work, settings, model, client)) for client in clients]
         for node, outcome in zip((where.get(client.id) for client in clients), outcomes, strict=True):
             if node in answers:
@@ -274,8 +278,9 @@ def _private(outcomes: list[Outcome], state: State, privacy: Privacy) -> list[Ou
     "The same outcomes, each with the private mean for its state: the mean of equal states is that state."
     learned = [name for name in state if name not in ("center", "deviation")]  # what inputs are compared with is not learned
     still = Outcome(None, "sent back what it got")  # by whose length, zero, Flower's clipping would divide
-    outcomes = [still if not o.error and not _fault(o.value, state) and all(torch.equal(o.value.state[name], t) for name, t in state.items()) else o for o in outcomes]
-    good = [not o.error and not _fault(o.value, state) for o in outcomes]
+    sound = [not o.error and not _fault(o.value, state) for o in outcomes]
+    outcomes = [still if ok and all(torch.equal(o.value.state[name], t) for name, t in state.items()) else o for o, ok in zip(outcomes, sound, strict=True)]
+    good = [ok and o is not still for o, ok in zip(outcomes, sound, strict=True)]
     if not any(good):
         return outcomes
     strategy = DifferentialPrivacyServerSideFixedClipping(FedAvg(), privacy.noise, privacy.clip, sum(good))

@@ -211,11 +211,11 @@ def _last(learner: FedL2P, client: Client) -> dict[str, list[float]]:
     return {"beta": _digits(strategy.beta.tolist()), "eta": _digits(strategy.eta.tolist())}
 
 
-def _digits(value: object, digits: int = 6) -> object:
-    "Numbers with so many digits; six, since strategies of clients may differ in the fourth only."
+def _digits(value: object) -> object:
+    "Numbers with six digits: strategies of clients may differ in the fourth only."
     if isinstance(value, list):
-        return [_digits(v, digits) for v in value]
-    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
+        return [_digits(v) for v in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def _titled(track: Callable, title: str, rounds: Iterator, _: str, total: int, done: int) -> Iterator:

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -68,6 +69,15 @@ def test_what_differs_by_rounding_only_is_the_same():
     assert not distances(rows).any()
     assert cluster(rows, list("aabb")).why == "all clients have the same numbers"
     assert distance_map(rows, list("aabb")).why == "all clients alike: a, b"
+
+
+def test_clients_too_far_apart_for_any_similarity_are_said(monkeypatch):
+    """scikit-learn may give up on a matrix without any similarity; whether it does depends on its version."""
+    def give_up(*args):
+        raise np.linalg.LinAlgError("SVD did not converge")
+
+    monkeypatch.setattr("sklearn.cluster.SpectralClustering.fit_predict", give_up)
+    assert cluster(torch.tensor([[0.0], [1e3], [2e3]]), list("aab")).why == "clients are too far apart to be similar to anybody"
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

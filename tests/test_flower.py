@@ -467,6 +467,25 @@ def test_standardised_inputs_on_nodes(here):
     assert [t["messages"] for t in nodes.traffic][:2] == [5, 5]  # who are you, and what do your data look like
 
 
+def test_noise_is_for_what_is_learned(here):
+    """The means that inputs are compared with travel with lambda, and stay as they are."""
+    config, nodes = replace(QUICK, inputs="standard", rounds=1), Nodes(here, privacy=Privacy(3.0, 1.0))
+    private, plain = fit(nodes, nodes.clients(5), config).last, FedL2P(network(), config).fit(seen(), workers=1, track=quiet).last
+    assert torch.equal(private["center"], plain["center"]) and torch.equal(private["deviation"], plain["deviation"])
+    assert not torch.equal(private["eta_scale"], plain["eta_scale"])
+
+
+def test_two_nodes_with_one_name(here):
+    here.contexts[104].node_config["partition-id"] = 0
+    with pytest.raises(RuntimeError, match="5 nodes have 4 different names; allowed is one name for each"):
+        Nodes(here).clients(5, wait=0.1)
+
+
+def test_fewer_nodes_than_asked_for_is_said(here):
+    with pytest.warns(RuntimeWarning, match="5 clients take part, of the 7 that were asked for"):
+        assert len(Nodes(here).clients(7, wait=0.1)) == 5
+
+
 TIMED = ("seconds", "pretraining_seconds", "machine")
 
 
