@@ -7,8 +7,15 @@ import numpy as np
 import torch
 from PIL import Image
 
-from fedl2p.datasets import DOMAINNET_CLASSES, DOMAINNET_DOMAINS, OFFICE_CLASSES, OFFICE_DOMAINS, RATE, SPEECH_CLASSES
-from fedl2p.models import resnet18
+from fedl2p.studies.datasets import (
+    DOMAINNET_CLASSES,
+    DOMAINNET_DOMAINS,
+    OFFICE_CLASSES,
+    OFFICE_DOMAINS,
+    RATE,
+    SPEECH_CLASSES,
+)
+from fedl2p.studies.models import resnet18
 
 
 def image(path, colour=(200, 100, 50), mode="RGB", side=12):

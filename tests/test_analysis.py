@@ -23,10 +23,10 @@ from fedl2p.analysis import (
     records,
     sparsity,
 )
+from fedl2p.client import Result
 from fedl2p.finetune import Score
-from fedl2p.learner import Result
-from fedl2p.metanet import Strategy
 from fedl2p.profile import Profile
+from fedl2p.strategy import Strategy
 
 matplotlib.use("agg")
 

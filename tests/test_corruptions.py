@@ -5,8 +5,8 @@ import pytest
 import torch
 from PIL import Image
 
-from fedl2p import datasets
-from fedl2p.corruptions import CORRUPTIONS, corrupt
+from fedl2p.studies import datasets
+from fedl2p.studies.corruptions import CORRUPTIONS, corrupt
 
 
 @pytest.mark.parametrize("kind", CORRUPTIONS)

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from fedl2p.bn import mix_bn
+from fedl2p.client import Config
 from fedl2p.cost import PAPER, Cost, communication, costs, figures, flops, meta_gradients, table
 from fedl2p.data import Client, Data
 from fedl2p.digits import small_cnn
 from fedl2p.measure import count_flops, peak_memory, seconds
 from fedl2p.metanet import MetaNets
-from fedl2p.metastep import Config
-from fedl2p.models import small_resnet
+from fedl2p.studies.models import small_resnet
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="peaks can be started anew on Linux only")
 

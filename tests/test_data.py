@@ -9,20 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedl2p.data import (
-    Client,
-    Data,
-    check,
-    digits_clients,
-    digits_federation,
-    generator,
-    label_counts,
-    label_tastes,
-    lda_partition,
-    make_client,
-    split,
-)
-from fedl2p.digits import SHIFTS, small_cnn
+from fedl2p.core import generator
+from fedl2p.data import Client, Data, check, label_counts, label_tastes, lda_partition, make_client, split
+from fedl2p.digits import SHIFTS, digits_clients, digits_federation, small_cnn
 
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=200), st.integers(1, 60), st.sampled_from([1e-6, 1e-3, 0.1, 1.0, 1e3, 1e8]), st.integers(0, 5))

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up import image, wav
 
-from fedl2p import datasets
+from fedl2p.studies import datasets
 from fedl2p.data import label_counts
-from fedl2p.datasets import (
+from fedl2p.studies.datasets import (
     CIFAR_MEAN,
     CIFAR_STD,
     CORRUPTIONS,

@@ -11,24 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fedl2p import workers as pool
+from fedl2p import runner as pool
 from fedl2p.bn import mix_bn
-from fedl2p.data import Client, Data, digits_federation
-from fedl2p.digits import small_cnn
-from fedl2p.federated import (
-    METHODS,
-    Recipe,
-    Update,
-    average,
-    fedavg,
-    load_checkpoint,
-    perfedavg_step,
-    pretrain,
-    sample,
-    save_checkpoint,
-    train_client,
-)
-from fedl2p.workers import each
+from fedl2p.checkpoint import load_checkpoint, save_checkpoint
+from fedl2p.data import Client, Data
+from fedl2p.digits import digits_federation, small_cnn
+from fedl2p.federated import Update, average, fedavg, sample
+from fedl2p.pretraining import METHODS, Recipe, perfedavg_step, pretrain, train_client
+from fedl2p.runner import each
 
 
 @pytest.fixture(scope="module")

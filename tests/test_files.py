@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from fedl2p.files import (
+from fedl2p.studies.files import (
     cached,
     decode,
     fetch,

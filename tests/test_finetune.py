@@ -8,8 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedl2p.bn import mix_bn, set_beta
-from fedl2p.data import Data, digits_federation, generator
-from fedl2p.digits import small_cnn
+from fedl2p.core import generator
+from fedl2p.data import Data
+from fedl2p.digits import digits_federation, small_cnn
 from fedl2p.finetune import (
     Score,
     as_module,
@@ -21,7 +22,7 @@ from fedl2p.finetune import (
     finetune,
     score_client,
 )
-from fedl2p.metanet import Strategy, bn_c, bn_g, bn_i, head_only
+from fedl2p.strategy import Strategy, bn_c, bn_g, bn_i, head_only
 
 
 @pytest.fixture(scope="module")

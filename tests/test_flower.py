@@ -18,15 +18,15 @@ import pytest
 import torch
 
 from fedl2p.bn import mix_bn
+from fedl2p.checkpoint import fingerprint
 from fedl2p.cli import main
-from fedl2p.data import digits_federation
-from fedl2p.datasets import OFFICE_CLASSES, OFFICE_DOMAINS
-from fedl2p.digits import small_cnn
-from fedl2p.federated import fingerprint, pretrain, quiet
-from fedl2p.learner import FedL2P, score_all
-from fedl2p.metanet import load_tensors
-from fedl2p.metastep import Config
-from fedl2p.workers import Outcome, each
+from fedl2p.client import Config, score_all
+from fedl2p.core import load_tensors
+from fedl2p.digits import digits_federation, small_cnn
+from fedl2p.learner import FedL2P
+from fedl2p.pretraining import pretrain
+from fedl2p.runner import Outcome, each, quiet
+from fedl2p.studies.datasets import OFFICE_CLASSES, OFFICE_DOMAINS
 
 pytest.importorskip("flwr", reason='the extra "flower" is not installed')
 
@@ -34,7 +34,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordD
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
 from fedl2p import flower  # noqa: E402
-from fedl2p.flower import Nodes, Privacy, client_app, simulate  # noqa: E402
+from fedl2p.flower import Nodes, Privacy, client_app, simulate
 
 pytestmark = pytest.mark.filterwarnings("ignore:the lowest validation loss was that of the meta-nets at their start", "ignore:round")
 ROOT = Path(__file__).resolve().parent.parent

@@ -11,14 +11,27 @@ import torch
 from torch import nn
 
 from fedl2p.bn import mix_bn
-from fedl2p.data import Client, Data, digits_federation
-from fedl2p.digits import small_cnn
-from fedl2p.federated import Diverged, Round, fingerprint, quiet
+from fedl2p.checkpoint import fingerprint
+from fedl2p.client import (
+    ESTIMATORS,
+    Config,
+    l2p_client,
+    l2p_passes,
+    learn_client,
+    meta_steps,
+    policy,
+    score_all,
+    score_strategies,
+)
+from fedl2p.data import Client, Data
+from fedl2p.digits import digits_federation, small_cnn
+from fedl2p.federated import Diverged, Round
 from fedl2p.finetune import baselines
-from fedl2p.learner import FedL2P, l2p_client, l2p_passes, score_all, score_strategies
-from fedl2p.metanet import MetaNets, bn_c
-from fedl2p.metastep import ESTIMATORS, Config, learn_client, meta_steps, policy
+from fedl2p.learner import FedL2P
+from fedl2p.metanet import MetaNets
 from fedl2p.profile import profile
+from fedl2p.runner import quiet
+from fedl2p.strategy import bn_c
 
 pytestmark = pytest.mark.filterwarnings("ignore:the lowest validation loss was that of the meta-nets at their start")
 QUICK = Config(lr=0.05, epochs=1, rounds=3, fraction=0.5, meta_steps=1)

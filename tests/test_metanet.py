@@ -12,22 +12,9 @@ from torch import nn
 
 from fedl2p.bn import mix_bn
 from fedl2p.digits import small_cnn
-from fedl2p.metanet import (
-    BNNet,
-    LRNet,
-    MetaNets,
-    Strategy,
-    bn_c,
-    bn_g,
-    bn_i,
-    bn_only,
-    body_only,
-    eta_by_name,
-    head_only,
-    signature,
-    straight_through_clamp,
-)
+from fedl2p.metanet import BNNet, LRNet, MetaNets, signature, straight_through_clamp
 from fedl2p.profile import Profile, profile
+from fedl2p.strategy import Strategy, bn_c, bn_g, bn_i, bn_only, body_only, eta_by_name, head_only
 
 floats = st.floats(-1e4, 1e4, width=32)
 

@@ -17,9 +17,9 @@ import zlib
 import pytest
 
 from fedl2p.cli import main
-from fedl2p.experiment import Demo, run_demo
 from fedl2p.learner import Config
 from fedl2p.report import cases, html_table, report
+from fedl2p.studies.demo import Demo, run_demo
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 

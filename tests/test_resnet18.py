@@ -9,9 +9,9 @@ import torch
 
 from fedl2p.bn import mix_bn
 from fedl2p.data import Client, Data
-from fedl2p.federated import quiet
 from fedl2p.learner import FedL2P
-from fedl2p.scales import setting
+from fedl2p.runner import quiet
+from fedl2p.studies.settings import setting
 
 
 @pytest.mark.slow

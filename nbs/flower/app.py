@@ -9,12 +9,12 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from fedl2p.analysis import records
-from fedl2p.data import digits_federation
-from fedl2p.digits import small_cnn
-from fedl2p.experiment import write_json
-from fedl2p.federated import bar, pretrain
+from fedl2p.core import write_json
+from fedl2p.digits import digits_federation, small_cnn
 from fedl2p.flower import Nodes, Privacy, client_app
 from fedl2p.learner import Config, FedL2P
+from fedl2p.pretraining import pretrain
+from fedl2p.runner import bar
 
 
 def load(context: Context):
