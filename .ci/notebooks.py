@@ -2,7 +2,7 @@
 
     python .ci/notebooks.py run nbs/00_bn.ipynb ...   run top to bottom and store the outputs
     python .ci/notebooks.py run-fast nbs/...          the same, but cells marked `#| slow` keep the outputs that they have
-    python .ci/notebooks.py sync                      install cells, badges, links; README.md and its pictures
+    python .ci/notebooks.py sync                      install cells, numbers, badges, links, last lines; README.md and its pictures
     python .ci/notebooks.py check                     what neither nbdev nor ruff looks at; exits 1 and names each fault
 """
 
@@ -14,7 +14,7 @@ import time
 from configparser import ConfigParser
 from pathlib import Path
 
-from execnb.nbio import read_nb, write_nb
+from execnb.nbio import mk_cell, read_nb, write_nb
 
 ROOT = Path(__file__).resolve().parent.parent
 NBS, LIB, IMAGES = ROOT / "nbs", ROOT / "fedl2p", ROOT / "nbs" / "images"
@@ -22,6 +22,12 @@ _config = ConfigParser(delimiters=["="])
 _config.read(ROOT / "settings.ini", encoding="utf-8")
 SETTINGS = _config["DEFAULT"]
 OWNER, BRANCH = "{user}/{repo}".format(**SETTINGS), SETTINGS["branch"]
+COLAB = f"https://colab.research.google.com/github/{OWNER}/blob/{BRANCH}/"
+# The course in reading order: lesson 7 is nbs/07_hypergrad.ipynb, and its title begins with "07 hypergrad:".
+ORDER = ("bn", "data", "digits", "profile", "strategy", "finetune", "metanet", "hypergrad",
+         "federated", "client", "learner", "analysis", "clusters")
+LESSONS = [f"{number:02}_{name}" for number, name in enumerate(ORDER)]
+PAGES = ("library", "studies")  # folders of notebooks that have no number
 
 
 def notebooks() -> list[Path]:
@@ -30,7 +36,8 @@ def notebooks() -> list[Path]:
 
 def first_cell(path: Path) -> str:
     """The hidden first cell: on Colab it installs the package, and leaves Colab's torch alone; experiments also need their result files."""
-    packages = " ".join(f'"{p}"' for p in (SETTINGS["colab_requirements"] + (" " + SETTINGS["flower_requirements"] if path.stem == "12_flower" else "")).split())
+    flower = " " + SETTINGS["flower_requirements"] if path.stem in ("flower", "simulation") else ""
+    packages = " ".join(f'"{p}"' for p in (SETTINGS["colab_requirements"] + flower).split())
     results = f"""
     !git clone -q --depth 1 --branch {BRANCH} https://github.com/{OWNER} /content/{SETTINGS["repo"]}
     %cd /content/{SETTINGS["repo"]}/nbs/experiments""" if path.parent.name == "experiments" else ""
@@ -43,8 +50,21 @@ if "google.colab" in sys.modules:  # on Colab install the package, and keep the 
 
 
 def badge(path: Path) -> str:
-    page = f"https://colab.research.google.com/github/{OWNER}/blob/{BRANCH}/{path.relative_to(ROOT).as_posix()}"
-    return f"[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({page})"
+    return f"[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({COLAB}{path.relative_to(ROOT).as_posix()})"
+
+
+def heading(path: Path) -> str:
+    """What the title of a lesson or page begins with; nothing for other notebooks."""
+    return f"# {path.stem.replace('_', ' ')}:" if path.stem in LESSONS or path.parent.name in PAGES else ""
+
+
+def last_line(path: Path) -> str:
+    """Where to go from here: along the course, or back to the index; nothing for other notebooks."""
+    if path.stem not in LESSONS:
+        return "**Back to** [the index](../index.ipynb)" if path.parent.name in PAGES else ""
+    at = LESSONS.index(path.stem)
+    steps = {"Previous": LESSONS[:at][-1:], "Next": LESSONS[at + 1 :][:1] or ["index"]}
+    return " · ".join(f"**{word}:** [{name}]({name}.ipynb)" for word, names in steps.items() for name in names)
 
 
 # --- run -----------------------------------------------------------------------------------------------------
@@ -74,14 +94,29 @@ def run(path: Path, slow: bool) -> None:
 # --- sync ----------------------------------------------------------------------------------------------------
 
 
+def end_with(nb, line: str) -> None:
+    """Make a line the last one of the text, in place of an older one like it."""
+    end = max(i for i, c in enumerate(nb.cells) if not c.source.startswith("#| hide")) + 1
+    if nb.cells[end - 1].cell_type != "markdown":
+        nb.cells.insert(end, mk_cell("", "markdown", id="last-line"))
+        end += 1
+    cell = nb.cells[end - 1]
+    text = re.sub(r"^(\*\*(Previous|Next|Back to)\b|Next: ).*$", "", cell.source, flags=re.M).strip()
+    cell.source = f"{text}\n\n{line}".strip()
+
+
 def sync(path: Path) -> None:
-    """Write what depends on settings.ini into one notebook: first cell, badge, links."""
+    """Write what depends on settings.ini and on the order of the course into one notebook: first cell, title, links, last line."""
     nb = read_nb(path)
     install, title = nb.cells[0], nb.cells[1]
     install.source = first_cell(path)
     title.source = re.sub(r"^\[!\[Open in Colab\].*$", lambda _: badge(path), title.source, flags=re.M)
+    if heading(path):
+        title.source = re.sub(r"^# (\d+ )?\w+:", heading(path), title.source)
     for cell in nb.cells:
-        cell.source = re.sub(r"(?<=colab\.research\.google\.com/github/)[\w.-]+/[\w.-]+/blob/[\w.-]+(?=/nbs)", f"{OWNER}/blob/{BRANCH}", cell.source)
+        cell.source = re.sub(r"https://colab\.research\.google\.com/github/[\w.-]+/[\w.-]+/blob/[\w.-]+/(?=nbs)", COLAB, cell.source)
+    if line := last_line(path):
+        end_with(nb, line)
     write_nb(nb, path)
 
 
@@ -107,39 +142,55 @@ def readme() -> str:
 
 def figures() -> dict[Path, bytes]:
     """Pictures of cells labelled `#| label: fig-...`, as files that index.ipynb and README.md can show."""
-    found = {}
+    pictures = {}
     for path in notebooks():
         for cell in read_nb(path).cells:
             label = re.search(r"^#\|\s*label:\s*(fig-[\w-]+)", cell.source, re.M)
             for output in cell.get("outputs", []) if label else []:
                 if png := output.get("data", {}).get("image/png"):
-                    found[IMAGES / f"{label[1]}.png"] = base64.b64decode("".join(png))
-    return found
+                    pictures[IMAGES / f"{label[1]}.png"] = base64.b64decode("".join(png))
+    return pictures
 
 
 # --- check ---------------------------------------------------------------------------------------------------
 
 
+def lost_links(path: Path, text: str) -> list[str]:
+    """Links of a page that lead to no file of ours, on Colab or beside it."""
+    links = {link: path.parent / link for link in re.findall(r"\]\(([\w./-]+\.\w+)[#)]", text)}
+    links |= {link: ROOT / link for link in re.findall(rf"{re.escape(COLAB)}([^)#\s]+)", text)}
+    return [f"{path.relative_to(ROOT)} has a link to {link}, which is not there" for link, file in links.items() if not file.exists()]
+
+
+def faults_of(path: Path) -> list[str]:
+    """Everything wrong with one notebook."""
+    name, nb, advice = path.relative_to(ROOT), read_nb(path), ": python .ci/notebooks.py sync"
+    outputs = [o for c in nb.cells for o in c.get("outputs", [])]
+    text = "\n".join(c.source for c in nb.cells if c.cell_type == "markdown")
+    wrong = {
+        f"{name} stores no outputs: python .ci/notebooks.py run {name}": not outputs,
+        f"{name} stores an error": any(o.output_type == "error" for o in outputs),
+        f"{name} needs the install cell first, then a title with its Colab badge" + advice: badge(path) not in nb.cells[1].source or nb.cells[0].source != first_cell(path),
+        f"{name} needs a title that begins with '{heading(path)}'" + advice: not text.startswith(heading(path)),
+        f"{name} needs a last line: {last_line(path)}" + advice: last_line(path) not in text,
+    }
+    return [fault for fault, is_so in wrong.items() if is_so] + lost_links(path, text)
+
+
 def faults() -> list[str]:
-    """Everything wrong with notebooks and modules, in words."""
-    found, sources = [], {}
-    for path in notebooks():
-        name, nb = path.relative_to(ROOT), read_nb(path)
-        outputs = [o for c in nb.cells for o in c.get("outputs", [])]
-        text = "\n".join(c.source for c in nb.cells)
-        if not outputs:
-            found.append(f"{name} stores no outputs: python .ci/notebooks.py run {name}")
-        if any(o.output_type == "error" for o in outputs):
-            found.append(f"{name} stores an error")
-        if badge(path) not in nb.cells[1].source or nb.cells[0].source != first_cell(path):
-            found.append(f"{name} needs the install cell first, then a title with its Colab badge: python .ci/notebooks.py sync")
-        if module := re.search(r"^#\|\s*default_exp\s+(\S+)", text, re.M):
-            sources[module[1]] = path
+    """Everything wrong with notebooks, modules and links, in words."""
+    wrong = [fault for path in notebooks() for fault in faults_of(path)]
+    for name in sorted({path.stem for path in NBS.glob("*.ipynb")} ^ {*LESSONS, "index"}):
+        wrong.append(f"nbs/{name}.ipynb is a file or in ORDER of .ci/notebooks.py, but not both")
+    for path in (ROOT / "README.md", *sorted(NBS.rglob("*.md"))):
+        wrong += lost_links(path, path.read_text(encoding="utf-8"))
+    cells = [c.source for path in notebooks() for c in read_nb(path).cells]
+    modules = {m[1] for source in cells for m in re.finditer(r"^#\|\s*default_exp\s+(\S+)", source, re.M)}
     for path in sorted(LIB.rglob("*.py")):
         module = path.relative_to(LIB).with_suffix("").as_posix().replace("/", ".")
-        if path.name not in ("__init__.py", "_modidx.py") and module not in sources:
-            found.append(f"{path.relative_to(ROOT)} has no notebook that exports it")
-    return found
+        if path.name not in ("__init__.py", "_modidx.py") and module not in modules:
+            wrong.append(f"{path.relative_to(ROOT)} has no notebook that exports it")
+    return wrong
 
 
 def main(command: str = "", *names: str) -> None:
@@ -156,9 +207,9 @@ def main(command: str = "", *names: str) -> None:
         for path, png in figures().items():
             path.write_bytes(png)
     elif command == "check" and not names:
-        found = faults()
-        print(*found or [f"{len(notebooks())} notebooks: outputs, badges and modules in order"], sep="\n")
-        sys.exit(bool(found))
+        wrong = faults()
+        print(*wrong or [f"{len(notebooks())} notebooks: outputs, titles, links and modules in order"], sep="\n")
+        sys.exit(bool(wrong))
     else:
         sys.exit(__doc__)
 

@@ -23,9 +23,14 @@ def fingerprint(
     "A short text that says which models and clients these are."
     digest = hashlib.sha256()
     for thing in things:
-        parts = thing.state_dict() if isinstance(thing, nn.Module) else {f"{thing.id} {p}.{k}": getattr(getattr(thing, p), k) for p in ("train", "val", "test") for k in "xy"}
-        for name, t in parts.items():
-            digest.update(f"{name} {list(t.shape)} {t.dtype}".encode() + t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        if isinstance(thing, nn.Module):
+            tensors = thing.state_dict()
+        else:
+            parts = {"train": thing.train, "val": thing.val, "test": thing.test}
+            tensors = {f"{thing.id} {p}.{k}": getattr(data, k) for p, data in parts.items() for k in "xy"}
+        for name, t in tensors.items():
+            digest.update(f"{name} {list(t.shape)} {t.dtype}".encode())
+            digest.update(t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 # %% ../nbs/library/checkpoint.ipynb #8af4b5ee
@@ -35,26 +40,28 @@ def changed(
 ) -> str: # nothing if they are the same
     "Which settings differ, in words."
     settings = json.loads(json.dumps(settings))  # as a file would have them: lists for tuples
-    return ", ".join(f"{key} was {before.get(key)!r} and is {settings.get(key)!r}" for key in {**settings, **before} if settings.get(key) != before.get(key))
+    keys = [key for key in {**settings, **before} if settings.get(key) != before.get(key)]
+    return ", ".join(f"{key} was {before.get(key)!r} and is {settings.get(key)!r}" for key in keys)
 
 
 _CHECKPOINT = "fedl2p checkpoint 1"
 
 
 def save_checkpoint(
-    path: str | Path, # of the file
-    settings: dict, # of the run, as JSON
+    path: str | Path, # file to write
+    settings: dict, # settings of the run, as JSON
     tensors: State, # all that the run needs to go on
     info: dict, # numbers and text that belong to them
 ) -> None:
     "Keep where a run stands."
-    save_tensors(path, tensors, {"format": _CHECKPOINT, "settings": json.dumps(settings), "info": json.dumps(info)})
+    header = {"format": _CHECKPOINT, "settings": json.dumps(settings), "info": json.dumps(info)}
+    save_tensors(path, tensors, header)
 
 
 def load_checkpoint(
-    path: str | Path | None, # of the file; None, or a file that is not there, is a new run
-    settings: dict, # of this run
-    defaults: dict = {},  # noqa: B006, of settings that did not exist when the file was written
+    path: str | Path | None, # file to read; None, or a file that is not there, is a new run
+    settings: dict, # settings of this run
+    defaults: dict = {},  # noqa: B006; settings that did not exist when the file was written
 ) -> tuple[State, dict] | None: # tensors and info, or None for a new run
     "Where a run of the same settings stands."
     if path is None or not Path(path).exists():
@@ -64,5 +71,6 @@ def load_checkpoint(
     except ValueError as error:
         raise ValueError(f"{error}; delete the file to start from the beginning") from error
     if changes := changed({**defaults, **json.loads(header["settings"])}, settings):
-        raise ValueError(f"{path} was written by a run with other settings: {changes}; go on with the old ones, or choose another folder")
+        advice = "go on with the old ones, or choose another folder"
+        raise ValueError(f"{path} was written by a run with other settings: {changes}; {advice}")
     return tensors, json.loads(header["info"])

@@ -6,35 +6,37 @@
 __all__ = ['plain_lines', 'progress', 'show', 'demo', 'run', 'flower', 'table', 'report', 'main']
 
 # %% ../nbs/library/cli.ipynb #a83937f0
+import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
 
 import tyro
 
 from . import __version__
-from .core import write_file
-from .report import report as make_report
+from .core import Table, markdown, write_file
+from .report import write_report
+from .runner import Progress
 from .studies.demo import Demo, run_demo
 from .studies.runs import Run, Study, run_study
-from .studies.tables import table as make_table
+from .studies.settings import Scale
+from .studies.tables import study_table
 
 # %% ../nbs/library/cli.ipynb #1073f018
-def plain_lines(rounds: Iterator, title: str, total: int, done: int) -> Iterator:
+def plain_lines(items: Iterator, title: str, total: int, done: int) -> Iterator:
     "Progress for a log: a line at each quarter."
-    for n, item in enumerate(rounds, start=done + 1):
+    for n, item in enumerate(items, start=done + 1):
         yield item
         if n == total or n * 4 // total > (n - 1) * 4 // total:
             print(f"{title}: {n}/{total}", file=sys.stderr, flush=True)
 
 
 @contextmanager
-def progress() -> Iterator:
-    "A function that tracks rounds, as fits standard error: bars in a terminal, lines in a log."
+def progress() -> Iterator[Progress]:
+    "A function that shows progress, as fits standard error: bars in a terminal, lines in a log."
     if not sys.stderr.isatty():
         yield plain_lines
         return
@@ -43,39 +45,43 @@ def progress() -> Iterator:
 
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True)) as bars:
-        def track(rounds: Iterator, title: str, total: int, done: int) -> Iterator:
+        def show_bar(items: Iterator, title: str, total: int, done: int) -> Iterator:
             task = bars.add_task(title, total=total, completed=done)
-            for item in rounds:
+            for item in items:
                 yield item
                 bars.advance(task)
             bars.remove_task(task)  # a long run has more bars than a terminal has lines
             bars.console.print(f"{title}: {total}/{total}")
 
-        yield track
+        yield show_bar
 
 # %% ../nbs/library/cli.ipynb #60c9d952
 def show(
-    text: str, # Markdown
+    table: Table,
 ) -> None:
-    "Print a table: drawn in a terminal, as it is in a file."
-    if sys.stdout.isatty():
-        from rich.console import Console
-        from rich.markdown import Markdown
+    "Print a table: drawn in a terminal, as Markdown in a file."
+    if not sys.stdout.isatty():
+        return print(markdown(table))
+    from rich.console import Console
+    from rich.table import Table as Drawing
 
-        Console().print(Markdown(text))
-    else:
-        print(text)
+    drawing = Drawing()
+    for i, title in enumerate(table.head):
+        drawing.add_column(title, justify="left" if i < table.labels else "right")
+    for row in table.rows:
+        drawing.add_row(*(f"[bold]{text.strip('*')}[/bold]" if text.startswith("**") else text for text in row))
+    Console().print(drawing, *table.notes, sep="\n\n")
 
 
 def demo(
     settings: Demo,
 ) -> None:
-    "Watch a federation learn how to personalize: real digits, baselines, L2P and FedL2P, a table, plots, and files to come back to."
+    "Watch a federation learn how to personalize: real digits, baselines, L2P and FedL2P, a table, plots, and files."
     start = time.time()
-    with progress() as track:
-        table = run_demo(settings, track)
-    show(table)
-    print(f"{time.time() - start:.0f} s; table, plots, records and policies are in {settings.out}; 'fedl2p report {settings.out}' makes a page of them")
+    with progress() as bars:
+        show(run_demo(settings, bars))
+    where = f"table, plots, records and policies are in {settings.out}"
+    print(f"{time.time() - start:.0f} s; {where}; 'fedl2p report {settings.out}' makes a page of them")
 
 
 def run(
@@ -83,8 +89,8 @@ def run(
 ) -> None:
     "Run a study of the paper, or what is left of it, and show its table."
     start = time.time()
-    with progress() as track:
-        missing = run_study(settings, track)
+    with progress() as bars:
+        missing = run_study(settings, bars)
     table(settings.study, settings.scale, settings.out, settings.methods)
     print(f"{time.time() - start:.0f} s; results are in {settings.out}")
     if missing:
@@ -96,26 +102,27 @@ def flower(
     timeout: float = 3600.0, # seconds that a node may take to answer
 ) -> None:
     "Run FedL2P's cells of a study on Flower, with a simulated node for each client: the same accuracies as by `run`."
+    os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")  # Flower reads it when it is imported
     from fedl2p.studies.simulation import simulate_study
 
     start = time.time()
-    with progress() as track:
-        simulate_study(settings, timeout, track)
+    with progress() as bars:
+        simulate_study(settings, timeout, bars)
     table(settings.study, settings.scale, settings.out, settings.methods)
     print(f"{time.time() - start:.0f} s; results are in {settings.out}")
 
 
 def table(
     study: tyro.conf.Positional[Study], # a table of the paper
-    scale: Literal["paper", "small", "smoke"] = "small", # of our results
+    scale: Scale = "small", # scale of our results
     out: Path = Path("results"), # folder with results
     methods: tuple[str, ...] = (), # columns; none is the paper's, and ours that are there
 ) -> None:
     "Show a table of the paper with our numbers in it, and write it, unless it has other columns, to OUT/STUDY-SCALE.md."
-    text = make_table(study, scale, out, methods)
+    content = study_table(study, scale, out, methods)
     if out.exists() and not methods:
-        write_file(out / f"{study}-{scale}.md", text.encode())
-    show(text)
+        write_file(out / f"{study}-{scale}.md", markdown(content).encode())
+    show(content)
 
 
 def report(
@@ -123,22 +130,23 @@ def report(
     out: Path | None = None, # folder for the page; left out, the folder "report" in the first
 ) -> None:
     "Make a page of all that a folder with results holds: tables, pictures, settings; it needs nothing else to be shown."
-    print(make_report(folders, out))
+    print(write_report(folders, out))
 
 
 def main(
-    args: Sequence[str] | None = None, # of the command line; None is sys.argv
+    args: Sequence[str] | None = None, # arguments of the command line; None is sys.argv
 ) -> int: # exit code
     "The `fedl2p` command."
     args = sys.argv[1:] if args is None else list(args)
     if args == ["--version"]:
         print(__version__)
         return 0
-    options = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff)
+    commands: dict[str, Callable] = {"demo": demo, "run": run, "flower": flower, "table": table, "report": report}
+    about, config = "FedL2P: federated learning to personalize.", (tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff)
     try:
-        tyro.extras.subcommand_cli_from_dict({"demo": demo, "run": run, "flower": flower, "table": table, "report": report}, prog="fedl2p", description="FedL2P: federated learning to personalize.", args=args, config=options)
+        tyro.extras.subcommand_cli_from_dict(commands, prog="fedl2p", description=about, args=args, config=config)
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # whoever presses it again does not want to wait for the clients at work
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends it at once, with clients still at work
         print("\nstopped; what is done is kept, and the same command goes on from there", file=sys.stderr)
         return 130
     except (ValueError, OSError, RuntimeError, ImportError) as error:

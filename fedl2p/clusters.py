@@ -10,7 +10,7 @@ __all__ = ['KEYS', 'DistanceMap', 'distances', 'distance_map', 'plot_maps', 'Clu
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from functools import partial
+from operator import itemgetter
 from textwrap import fill
 from typing import NamedTuple
 
@@ -18,22 +18,25 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .analysis import Record, figure
 from .client import Config, personal_profile, policy, score_all
+from .core import Table, device_of, require
 from .data import Client
 from .learner import FedL2P
 from .profile import Profile
+from .runner import Runner
 from .strategy import Strategy
 
 # %% ../nbs/12_clusters.ipynb #d7e6a3be
-KEYS = {"xi": "input ξ", "beta": "output β", "feature_stats": "input x", "eta": "output η"}  # in the order of the paper's table
+KEYS = {"xi": "input ξ", "beta": "output β", "feature_stats": "input x", "eta": "output η"}  # as in the paper's table
 
 
 class DistanceMap(NamedTuple):
     "How far domains are from each other, in relation to their own extent."
 
-    domains: list[str] # D
+    domains: list[str] # names of the D domains
     values: Tensor # [D, D]; nan where it cannot be said
-    why: str # it cannot be said everywhere, or nothing
+    why: str # reason of values that are nan, or nothing
 
 
 def distances(
@@ -42,19 +45,19 @@ def distances(
     "Euclidean distances between clients."
     flat = rows.detach().cpu().double().reshape(len(rows), -1)
     if not flat.isfinite().all():
-        raise ValueError("rows has numbers that are not finite; allowed are finite ones")
+        raise ValueError("rows must be finite, got NaN or infinity")
     apart = torch.cdist(flat, flat, compute_mode="donot_use_mm_for_euclid_dist")
     return apart * (apart > 1e-6 * flat.norm(dim=-1).max())
 
 
 def _one_domain_each(rows: Tensor, domains: Sequence[str]) -> None:
-    if len(rows) != len(domains) or not domains:
-        raise ValueError(f"rows has {len(rows)} clients and domains {len(domains)}; allowed is one domain for each, and at least one client")
+    require(len(rows) > 0, "number of rows", ">= 1", 0)
+    require(len(domains) == len(rows), "number of domains", f"{len(rows)}, one for each row", len(domains))
 
-
+# %% ../nbs/12_clusters.ipynb #1553911d
 def distance_map(
     rows: Tensor, # [N, ...] numbers of each client
-    domains: Sequence[str], # of each client
+    domains: Sequence[str], # domain of each client
 ) -> DistanceMap:
     "The logarithm of normalised mean distances between domains."
     _one_domain_each(rows, domains)
@@ -67,40 +70,39 @@ def distance_map(
             if pairs:
                 between_domains[j, k] = torch.stack(pairs).mean()
     own = between_domains.diagonal()
-    single, alike = [n for n, d in zip(names, own, strict=True) if d.isnan()], [n for n, d in zip(names, own, strict=True) if d == 0]
-    why = [f"one client only: {', '.join(single)}"] * bool(single) + [f"all clients alike: {', '.join(alike)}"] * bool(alike)
+    reasons = {"one client only": own.isnan(), "all clients alike": own == 0}
+    why = [f"{reason}: {', '.join(n for n, m in zip(names, mask, strict=True) if m)}"
+           for reason, mask in reasons.items() if mask.any()]
     own = torch.where(own > 0, own, math.nan)
     return DistanceMap(names, (between_domains / (own[:, None] * own[None]).sqrt()).log(), "; ".join(why))
 
 # %% ../nbs/12_clusters.ipynb #14b52bfc
 def plot_maps(
     rows: Mapping[str, Tensor], # [N, ...] by name
-    domains: Sequence[str], # of each client
-    title: str = "",
+    domains: Sequence[str], # domain of each client
+    title: str = "", # title of the picture
 ):
     "A distance map for each of several descriptions of the same clients; grey where there is no answer."
-    import matplotlib.pyplot as plt
-
     maps = {name: distance_map(values, domains) for name, values in rows.items()}
     count = len(set(domains))
-    across = 2 if count <= 6 else 1
-    fig, axes = plt.subplots(math.ceil(len(maps) / across), across, figsize=(5.4, math.ceil(len(maps) / across) * (2.9 if across == 2 else 4.6)), layout="constrained", squeeze=False)
+    across, height, shrink = (2, 2.9, 0.5) if count <= 6 else (1, 4.6, 0.2)
+    down = math.ceil(len(maps) / across)
+    fig, axes = figure(down * height, down, ncols=across, squeeze=False)
     limit = max([1.0, *(m.values.nan_to_num().abs().max().item() for m in maps.values())])
     for ax in axes.flat[len(maps):]:
         ax.set_axis_off()
-    for ax, (name, found) in zip(axes.flat, maps.items(), strict=False):
+    for ax, (name, (names, values, why)) in zip(axes.flat, maps.items(), strict=False):
         ax.set_facecolor("0.85")
-        image = ax.imshow(found.values.numpy(), vmin=-limit, vmax=limit, cmap="RdBu_r")
-        ax.set(title=name, xticks=range(count), yticks=range(count))
-        ax.set_xticklabels(found.domains, rotation=60, ha="right", fontsize="x-small")
-        ax.set_yticklabels(found.domains, fontsize="x-small")
-        for j in range(count):
-            for k in range(count):
-                value = found.values[j, k].item()
+        image = ax.imshow(values.numpy(), vmin=-limit, vmax=limit, cmap="RdBu_r")
+        ax.set_title(name)
+        ax.set_xticks(range(count), names, rotation=60, ha="right", fontsize="x-small")
+        ax.set_yticks(range(count), names, fontsize="x-small")
+        for j, row in enumerate(values.tolist()):
+            for k, value in enumerate(row):
                 ax.text(k, j, "–" if value != value else f"{value:.1f}", ha="center", va="center", fontsize="x-small")
-        if found.why:
-            ax.set_xlabel(fill(found.why, 45), fontsize="xx-small")
-    fig.colorbar(image, ax=axes, shrink=0.5 if across == 2 else 0.2, label="log normalised distance")
+        if why:
+            ax.set_xlabel(fill(why, 45), fontsize="xx-small")
+    fig.colorbar(image, ax=axes, shrink=shrink, label="log normalised distance")
     fig.suptitle(title)
     return fig
 
@@ -110,12 +112,12 @@ class Clusters(NamedTuple):
 
     ari: float | None # Adjusted Rand Index; None where there is nothing to compare
     labels: list[int] # the cluster of each client
-    why: str # there is nothing to compare
+    why: str # reason why there is nothing to compare, or nothing
 
 
 def cluster(
     rows: Tensor, # [N, ...] numbers of each client
-    domains: Sequence[str], # of each client
+    domains: Sequence[str], # domain of each client
     scaled: bool = False, # divide distances by their median, so that the unit does not matter
 ) -> Clusters:
     "Spectral clustering into as many clusters as there are domains, and its agreement with them."
@@ -135,54 +137,54 @@ def cluster(
     method = SpectralClustering(count, affinity="precomputed", assign_labels="discretize", random_state=0)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that some clients are similar to nobody: the index tells
+            warnings.simplefilter("ignore", UserWarning)  # some clients may not be similar to any other
             labels = method.fit_predict((-(apart / unit) ** 2).exp().numpy())
     except np.linalg.LinAlgError:
         return Clusters(None, [0] * len(domains), "clients are too far apart to be similar to anybody")
     return Clusters(float(adjusted_rand_score(list(domains), labels)), labels.tolist(), "")
 
 # %% ../nbs/12_clusters.ipynb #3fb6139d
-def _cluster(some: Sequence[dict], key: str, scaled: bool) -> Clusters:
+def _cluster(group: Sequence[Record], key: str, scaled: bool) -> Clusters:
     "Clusters of records by one of `KEYS`."
-    if not some or not all(key in r for r in some):
+    if not group or not all(key in r for r in group):
         return Clusters(None, [], "it was not recorded")
-    rows = torch.tensor([r[key] for r in some], dtype=torch.float64)
+    rows = torch.tensor([*map(itemgetter(key), group)], dtype=torch.float64)
     if not rows.isfinite().all():
         return Clusters(None, [], "some numbers are not finite")
-    return cluster(rows, [r["domain"] for r in some], scaled)
+    return cluster(rows, [r["domain"] for r in group], scaled)
 
 
 def ari_table(
-    found: Mapping[str, Sequence[dict]], # records of the same clients by name, e.g. before and after learning
-) -> str: # Markdown
-    "Adjusted Rand Index of clusters and domains, for inputs and outputs of both meta-nets; in brackets with distances divided by their median."
-    lines = ["| | " + " | ".join(KEYS.values()) + " |", "|---|" + "---:|" * len(KEYS)]
-    why: dict[str, dict[str, None]] = {}
-    for name, some in found.items():
-        cells = []
-        for key in KEYS:
-            both = [_cluster(some, key, scaled) for scaled in (False, True)]
+    groups: Mapping[str, Sequence[Record]], # records of the same clients by name, e.g. before and after learning
+) -> Table:
+    "Adjusted Rand Index of clusters and domains, by each of `KEYS`; in brackets with distances over their median."
+    rows, why = [], dict[str, dict[str, None]]()
+    for name, group in groups.items():
+        row = [name]
+        for key, title in KEYS.items():
+            both = [_cluster(group, key, scaled) for scaled in (False, True)]
             plain, scaled = ("—" if c.ari is None else f"{c.ari:.2f}" for c in both)
-            cells.append("—" if plain == scaled == "—" else f"{plain} ({scaled})")
+            row.append("—" if plain == scaled == "—" else f"{plain} ({scaled})")
             for c in both:
                 if c.why:
-                    why.setdefault(c.why, {})[f"{name}, {KEYS[key]}"] = None
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n" + "".join(f"\nNo index, since {reason}: {'; '.join(where)}.\n" for reason, where in why.items())
+                    why.setdefault(c.why, {})[f"{name}, {title}"] = None
+        rows.append(row)
+    notes = [f"No index, since {reason}: {'; '.join(where)}." for reason, where in why.items()]
+    return Table(["", *KEYS.values()], rows, notes=notes)
 
 # %% ../nbs/12_clusters.ipynb #e006e456
 class Spread(NamedTuple):
     "How numbers vary over clients, for each layer."
 
-    mean: Tensor # over clients
+    mean: Tensor # mean over clients
     deviation: Tensor # standard deviation over clients
     between: Tensor # variance of the domains' means
-    within: Tensor # variance around the mean of one's domain; with `between` it adds up to the variance
+    within: Tensor # variance of clients around the mean of their domain; with `between` it adds up to the variance
 
 
 def spread(
     rows: Tensor, # [N, ...] numbers of each client
-    domains: Sequence[str], # of each client
+    domains: Sequence[str], # domain of each client
 ) -> Spread:
     "Variance between and within domains."
     _one_domain_each(rows, domains)
@@ -193,24 +195,26 @@ def spread(
 
 
 def spread_table(
-    found: Mapping[str, Sequence[dict]], # records of the same clients by name, e.g. before and after learning
-) -> str: # Markdown
-    "How much beta and eta differ between clients: standard deviation as a share of the mean, on average over layers, and the share of the variance that lies between domains, in brackets that of domains dealt at random."
-    lines = ["| | β: deviation / mean | β: between domains | η: deviation / mean | η: between domains |", "|---|---:|---:|---:|---:|"]
-    for name, some in found.items():
-        cells = []
+    groups: Mapping[str, Sequence[Record]], # records of the same clients by name, e.g. before and after learning
+) -> Table:
+    """How much beta and eta differ between clients: standard deviation as a share of the mean, on average over layers,
+    and the share of the variance that lies between domains, in brackets that of domains dealt at random."""
+    rows = []
+    for name, group in groups.items():
+        row, domains = [name], [r["domain"] for r in group]
+        chance = (len(set(domains)) - 1) / max(len(group) - 1, 1)
         for key in ("beta", "eta"):
-            s = spread(torch.tensor([r[key] for r in some]), [r["domain"] for r in some])
+            s = spread(torch.tensor([*map(itemgetter(key), group)]), domains)
             moving = (s.mean != 0) & (s.deviation > 0)
-            n, count = len(some), len({r["domain"] for r in some})
+            relative = (s.deviation / s.mean.abs())[moving].mean() if moving.any() else 0.0
             share = s.between.sum() / (s.between + s.within).sum()
-            cells += [f"{(s.deviation / s.mean.abs())[moving].mean() if moving.any() else 0.0:.2g}", f"{share:.0%} ({(count - 1) / (n - 1):.0%})" if moving.any() and 1 < count < n else "—"]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+            row += [f"{relative:.2g}", f"{share:.0%} ({chance:.0%})" if moving.any() and 0 < chance < 1 else "—"]
+        rows.append(row)
+    return Table(["", *(f"{k}: {what}" for k in "βη" for what in ("deviation / mean", "between domains"))], rows)
 
 # %% ../nbs/12_clusters.ipynb #cbfadcdd
-def _inputs(model: nn.Module, config: Config, client: Client) -> Profile:
-    client = client.to(next(model.parameters()).device)
+def _inputs(model: nn.Module, config: Config, state: None, client: Client, number: int) -> Profile:
+    client = client.to(device_of(model))
     return personal_profile(model, config, client.train + client.val, client.id)
 
 
@@ -220,7 +224,7 @@ def mean_strategy(
 ) -> Strategy: # the same for everybody
     "The strategy that a policy makes for the mean of some clients' inputs."
     model, config = learner.model, learner.config
-    known = score_all(partial(_inputs, model, config), clients, model, workers=1, title="inputs of all clients")
+    known = score_all(_inputs, model, config, None, clients, Runner(1), "inputs of all clients")
     mean = Profile(*(torch.stack([getattr(p, field) for p in known]).mean(0) for field in ("xi", "feature_stats")))
     with torch.no_grad():
         return policy(learner.metanets, mean, config)

@@ -23,10 +23,12 @@ import cloudpickle
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from .core import require
+
 # %% ../nbs/library/measure.ipynb #acf061e5
 def count_flops(
-    function: Callable[[], Any],
-) -> int: # of matrix products and convolutions: two for each multiply-add
+    function: Callable[[], Any], # function without arguments
+) -> int: # operations of matrix products and convolutions: two for each multiply-add
     "Floating-point operations of one call."
     with FlopCounterMode(display=False) as counter:
         function()
@@ -36,13 +38,13 @@ def count_flops(
 class Time(NamedTuple):
     "What one call takes."
 
-    seconds: float # median
-    ratio: float # to the unit: median over the turns
+    seconds: float # median over the turns
+    ratio: float # seconds in units of the first function: median over the turns
 
 
 def _clock() -> float:
     if torch.cuda.is_initialized():
-        torch.cuda.synchronize()  # a GPU works on after Python has returned
+        torch.cuda.synchronize()  # a GPU goes on working after Python has returned
     elif torch.backends.mps.is_available():
         torch.mps.synchronize()
     return time.perf_counter()
@@ -55,17 +57,20 @@ def _timed(function: Callable[[], Any]) -> float:
 
 
 def seconds(
-    functions: dict[str, Callable[[], Any]], # by name; the time of the first is the unit
-    repeats: int = 5, # turns
+    functions: dict[str, Callable[[], Any]], # functions without arguments by name; the time of the first is the unit
+    repeats: int = 5, # number of turns
 ) -> dict[str, Time]: # by the same names
     "How long each function takes; they take turns, after one call that does not count."
-    if not functions or repeats < 1:
-        raise ValueError(f"functions has {len(functions)} entries and repeats is {repeats}; allowed are at least one, and whole numbers from 1 on")
+    require(len(functions) > 0, "number of functions", ">= 1", 0)
+    require(repeats >= 1, "repeats", ">= 1", repeats)
     for function in functions.values():
         function()
     turns = [{name: _timed(function) for name, function in functions.items()} for _ in range(repeats)]
     unit = next(iter(functions))
-    return {name: Time(median(turn[name] for turn in turns), median(turn[name] / max(turn[unit], 1e-9) for turn in turns)) for name in functions}
+    return {
+        name: Time(median(turn[name] for turn in turns), median(turn[name] / max(turn[unit], 1e-9) for turn in turns))
+        for name in functions
+    }
 
 # %% ../nbs/library/measure.ipynb #7a39740c
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -73,7 +78,7 @@ _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 def _peak() -> float:
     "Megabytes that this process had at most, since the reset."
-    return int(re.search(r"VmHWM:\s+(\d+)", _STATUS.read_text())[1]) * 1024 / 1e6
+    return int(re.findall(r"VmHWM:\s+(\d+)", _STATUS.read_text())[0]) * 1024 / 1e6
 
 
 def _second_call() -> None:
@@ -94,12 +99,11 @@ def _second_call() -> None:
 
 
 def peak_memory(
-    function: Callable[[], Any], # with what it needs inside: it is pickled
-    device: torch.device | str = "cpu", # where it works
+    function: Callable[[], Any], # function without arguments, which holds what it needs: it is pickled
+    device: torch.device | str = "cpu", # where the function works
 ) -> float | None: # megabytes; None where it cannot be known
-    "Memory that a call needs at most, above what was there before."
-    if not callable(function):
-        raise ValueError(f"function is {function!r}; allowed is a function without arguments")
+    "Memory that a call needs at most, above what was in use before."
+    require(callable(function), "function", "callable", function)
     device = torch.device(device)
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
@@ -108,10 +112,12 @@ def peak_memory(
         return (torch.cuda.max_memory_allocated(device) - before) / 1e6
     if device.type != "cpu" or not _RESET.exists() or "VmHWM" not in _STATUS.read_text():
         return None
-    # What can be imported here can be imported there; and every large tensor gets pages of its own, which go back when it dies.
+    # The same imports work in the new process; every large tensor gets pages of its own, given back with it.
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "MALLOC_MMAP_THRESHOLD_": "65536"}
     command = [sys.executable, "-c", "from fedl2p.measure import _second_call; _second_call()"]
-    done = subprocess.run(command, input=cloudpickle.dumps((torch.get_num_threads(), function)), capture_output=True, env=env)
+    work = cloudpickle.dumps((torch.get_num_threads(), function))
+    done = subprocess.run(command, input=work, capture_output=True, env=env)
     if done.returncode:
-        raise RuntimeError(f"function failed in a process of its own: {done.stderr.decode(errors='replace').strip().rpartition(chr(10))[2]}")
+        reason = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise RuntimeError(f"function failed in a process of its own: {reason}")
     return json.loads(done.stdout.splitlines()[-1])

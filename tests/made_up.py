@@ -36,7 +36,8 @@ def wav(path, seconds=1.0, pitch=440.0, rate=RATE, channels=1, width=2):
 def cifar10(root, n=120):
     """Noise, brighter for higher labels."""
     y = (np.arange(n) % 10).astype(np.uint8)
-    train, test = ((np.random.default_rng(seed).integers(0, 60, (n, 3, 32, 32)) + 18 * y[:, None, None, None]).astype(np.uint8) for seed in (0, 1))
+    noise = (np.random.default_rng(seed).integers(0, 60, (n, 3, 32, 32)) for seed in (0, 1))
+    train, test = ((x + 18 * y[:, None, None, None]).astype(np.uint8) for x in noise)
     np.savez(Path(root) / "cifar10.npz", x_train=train, y_train=y, x_test=test, y_test=y)
 
 
@@ -50,13 +51,15 @@ def domains(root, name, kinds, classes, each=2):
 
 def backbone(root):
     """A ResNet-18 without its head, of random weights."""
-    state = {name: t.half() if t.is_floating_point() else t for name, t in resnet18("imagenet").state_dict().items() if not name.startswith("fc.")}
+    whole = resnet18("imagenet").state_dict()
+    state = {name: t.half() if t.is_floating_point() else t for name, t in whole.items() if not name.startswith("fc.")}
     torch.save(state, Path(root) / "resnet18_backbone.pt")
 
 
 def speech(root, speakers=6, held_out=3):
     """Each speaker says seven words; the last speakers are on the lists for validation and test."""
-    folder, lists = Path(root) / "SpeechCommands" / "speech_commands_v0.02", {"validation_list.txt": [], "testing_list.txt": []}
+    folder = Path(root) / "SpeechCommands" / "speech_commands_v0.02"
+    lists = {"validation_list.txt": [], "testing_list.txt": []}
     for s in range(speakers):
         for w, word in enumerate([*SPEECH_CLASSES[:5], "bed", "cat"]):
             name = f"{word}/{s:08x}_nohash_0.wav"

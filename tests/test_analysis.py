@@ -9,6 +9,7 @@ from torch import nn
 
 from fedl2p.analysis import (
     Gain,
+    accuracy_of,
     colours,
     frozen,
     gains,
@@ -32,16 +33,17 @@ matplotlib.use("agg")
 
 
 def record(client="a", domain="", beta=(0.5,), eta=(0.1, 0.0), **more):
-    return {"method": "m", "pool": "seen", "client": client, "domain": domain, "accuracy": 0.5, "n": 10, "beta": list(beta), "eta": list(eta), **more}
+    return {"method": "m", "pool": "seen", "client": client, "domain": domain, "right": 5, "n": 10, "beta": list(beta), "eta": list(eta), **more}
 
 
 LAYERS = {"beta": ["bn"], "eta": ["w", "b"], "sizes": [30, 10]}
 
 
 def test_records_are_plain_numbers():
-    result = Result("a", "d", Score(0.5, float("inf"), 4), Strategy(torch.tensor([0.5]), torch.tensor([0.25])), Profile(torch.tensor([1.0]), torch.tensor([2.0, 3.0])))
+    result = Result("a", "d", Score(2, float("inf"), 4), Strategy(torch.tensor([0.5]), torch.tensor([0.25])), Profile(torch.tensor([1.0]), torch.tensor([2.0, 3.0])))
     [plain] = records("m", "seen", [result], lr=0.1)
-    assert plain == {"method": "m", "pool": "seen", "client": "a", "domain": "d", "accuracy": 0.5, "loss": None, "n": 4, "beta": [0.5], "eta": [0.25], "xi": [1.0], "feature_stats": [2.0, 3.0], "lr": 0.1}
+    assert plain == {"method": "m", "pool": "seen", "client": "a", "domain": "d", "right": 2, "loss": None, "n": 4, "beta": [0.5], "eta": [0.25], "xi": [1.0], "feature_stats": [2.0, 3.0], "lr": 0.1}
+    assert accuracy_of(plain) == 0.5
     assert "xi" not in records("m", "seen", [result._replace(profile=None)])[0]
 
 
@@ -61,16 +63,20 @@ def test_sparsity_is_the_share_of_parameters(tensors):
     assert frozen([[0.0 if o else -0.1 for o in off]]) == [float(o) for o in off]
 
 
-@pytest.mark.parametrize(("eta", "sizes"), [([[0.1]], [1, 2]), ([[0.1]], [0]), ([[]], [])])
-def test_sparsity_needs_sizes_that_fit(eta, sizes):
-    with pytest.raises(ValueError, match="sizes"):
+@pytest.mark.parametrize(("eta", "sizes", "message"), [
+    ([[0.1]], [1, 2], r"rows of eta must be of length 2, as sizes is, got \[1\]"),
+    ([[0.1]], [0], "sum of sizes must be >= 1, got 0"),
+    ([[]], [], "sum of sizes must be >= 1, got 0"),
+])
+def test_sparsity_needs_sizes_that_fit(eta, sizes, message):
+    with pytest.raises(ValueError, match=message):
         sparsity(eta, sizes)
 
 
 def test_gains_know_pools_and_seeds():
-    found = [record(pool="unseen") | {"method": m, "accuracy": a, "seed": s} for m, a, s in (("x", 0.9, 0), ("y", 0.4, 0), ("y", 0.1, 1))]
-    assert [g.points for g in gains(found, "x", "y", "unseen")] == [50.0]
-    assert gains(found, "x", "y") == [] and gains(found, "x", "nobody", "unseen") == []
+    results = [record(pool="unseen") | {"method": m, "right": r, "seed": s} for m, r, s in (("x", 9, 0), ("y", 4, 0), ("y", 1, 1))]
+    assert [g.points for g in gains(results, "x", "y", "unseen")] == [50.0]
+    assert gains(results, "x", "y") == [] and gains(results, "x", "nobody", "unseen") == []
 
 
 def test_mean_gain_of_few_clients_has_no_error():
@@ -88,11 +94,16 @@ def test_pictures_at_the_edge():
     wide = [record(eta=(1e-6, 1.0)), record(client="b", eta=(0.0, -0.5))]
     assert plot_strategies(wide, LAYERS).axes[1].get_xscale() == "symlog"
     assert plot_strategies(one, LAYERS, zero, "t").axes[1].get_xscale() == "linear"
-    plot_sparsity(zero, LAYERS, one)
-    plot_course([], LAYERS)
-    plot_course([{"round": 1, "val_loss": None, "beta": [0.5], "eta": [0.1, 0.1]}], LAYERS)
-    plot_learning({("m", 0): [{"round": 1, "val_loss": None}, {"round": 2, "val_loss": 1.0}]})
-    assert "less untrained" in plot_learning({("m", 0): [{"round": 1, "val_loss": 1.0, "start_loss": 2.0}]}).axes[0].get_ylabel()
+    top, bottom = plot_sparsity(zero, LAYERS, one).axes
+    assert [bar.get_width() for bar in bottom.patches] == [1.0, 1.0] and top.lines[0].get_ydata().tolist() == [1.0]
+    assert "hold no strategies" in plot_course([], LAYERS).axes[0].texts[0].get_text()
+    course = plot_course([{"round": 1, "val_loss": None, "beta": [0.5], "eta": [0.1, 0.1]}], LAYERS)
+    assert [[list(line.get_ydata()) for line in ax.lines] for ax in course.axes] == [[[0.5]], [[0.1], [0.1]]]
+    losses = plot_learning({("m", 0): [{"round": 1, "val_loss": None}, {"round": 2, "val_loss": 1.0}]}).axes[0]
+    assert losses.get_ylabel() == "validation loss" and losses.lines[0].get_ydata()[1] == 1.0 and losses.get_ylim()[0] == 0
+    less = plot_learning({("m", 0): [{"round": 1, "val_loss": 1.0, "start_loss": 2.0}]}).axes[0]
+    assert "less untrained" in less.get_ylabel() and less.lines[0].get_ydata().tolist() == [-1.0]
     assert "0 better, 1 the same, 1 worse" in plot_gains([Gain("a", "", 0.0, 1), Gain("b", "x", -3.0, 1)]).axes[0].get_xlabel()
-    plot_accuracy({"m": {"seen": [0.5, float("nan")]}, "n": {"unseen": [0.1]}, "nothing": {}})
+    bars = plot_accuracy({"m": {"seen": [0.5, float("nan")]}, "n": {"unseen": [0.1]}, "nothing": {}}).axes[0].patches
+    assert [bar.get_width() for bar in bars] == [0.5, 0.1]
     matplotlib.pyplot.close("all")

@@ -17,7 +17,7 @@ from fedl2p.digits import digits_federation, small_cnn
 from fedl2p.learner import Config, FedL2P
 from fedl2p.metanet import MetaNets
 from fedl2p.profile import Profile
-from fedl2p.runner import quiet
+from fedl2p.runner import Runner
 
 QUICK = Config(lr=0.05, epochs=1, rounds=3, fraction=0.4, meta_steps=1, estimator="fomaml")
 STANDARD = replace(QUICK, inputs="standard")
@@ -41,11 +41,11 @@ def equal(a, b):
 @settings(deadline=None)
 @given(rows_of)
 def test_a_map_is_symmetric_and_its_diagonal_is_zero(rows):
-    found = distance_map(rows, list("aabbcc"))
-    torch.testing.assert_close(found.values, found.values.T, equal_nan=True)
-    diagonal = found.values.diagonal()
+    answer = distance_map(rows, list("aabbcc"))
+    torch.testing.assert_close(answer.values, answer.values.T, equal_nan=True)
+    diagonal = answer.values.diagonal()
     assert ((diagonal.abs() < 1e-9) | diagonal.isnan()).all()
-    assert bool(found.why) == bool(diagonal.isnan().any())
+    assert bool(answer.why) == bool(diagonal.isnan().any())
 
 
 @settings(deadline=None)
@@ -82,13 +82,13 @@ def test_clients_too_far_apart_for_any_similarity_are_said(monkeypatch):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_numbers_that_are_not_finite_are_named(bad):
-    with pytest.raises(ValueError, match="not finite"):
+    with pytest.raises(ValueError, match="rows must be finite, got NaN or infinity"):
         cluster(torch.tensor([[bad], [1.0], [2.0]]), list("aab"))
 
 
 @pytest.mark.parametrize("function", [cluster, distance_map, spread])
 def test_a_domain_for_each_client(function):
-    with pytest.raises(ValueError, match="rows has 3 clients and domains 2"):
+    with pytest.raises(ValueError, match="number of domains must be 3, one for each row, got 2"):
         function(torch.zeros(3, 1), ["a", "b"])
 
 
@@ -97,7 +97,7 @@ def test_constant_outputs_make_a_picture_and_a_table():
     figure = plot_maps(rows, list("aabb"))
     assert "all clients alike: a, b" in figure.axes[0].get_xlabel()
     table = spread_table({"x": [{"beta": [0.5], "eta": [0.0], "domain": "a"}] * 3})
-    assert "nan" not in table
+    assert table.rows == [["x", "0", "—", "0", "—"]]
 
 
 def test_the_mean_of_equal_clients_is_each_of_them(model, federation):
@@ -109,7 +109,7 @@ def test_the_mean_of_equal_clients_is_each_of_them(model, federation):
 
 
 def test_standardised_inputs_have_mean_0_and_deviation_1(model, federation):
-    learner = FedL2P(model, STANDARD).fit(federation.seen, track=quiet, workers=1)
+    learner = FedL2P(model, STANDARD).fit(federation.seen, runner=Runner(1))
     known = [profile_of(model, STANDARD, c.train, (0,)) for c in federation.seen]
     inputs = torch.stack([torch.cat([p.xi, p.feature_stats]) for p in known])
     torch.testing.assert_close(learner.metanets.center, inputs.mean(0))
@@ -117,7 +117,7 @@ def test_standardised_inputs_have_mean_0_and_deviation_1(model, federation):
 
 
 def test_a_run_with_standardised_inputs_goes_on(model, federation, tmp_path):
-    whole = FedL2P(model, STANDARD).fit(federation.seen, track=quiet, workers=2)
+    whole = FedL2P(model, STANDARD).fit(federation.seen, runner=Runner(2))
 
     def stopped(rounds, title, total, done):
         for r in rounds:
@@ -126,13 +126,13 @@ def test_a_run_with_standardised_inputs_goes_on(model, federation, tmp_path):
                 raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        FedL2P(model, STANDARD).fit(federation.seen, tmp_path, track=stopped, workers=1)
-    parts = FedL2P(model, STANDARD).fit(federation.seen, tmp_path, track=quiet, workers=1)
+        FedL2P(model, STANDARD).fit(federation.seen, tmp_path, Runner(1, progress=stopped))
+    parts = FedL2P(model, STANDARD).fit(federation.seen, tmp_path, Runner(1))
     assert equal(parts.last, whole.last) and equal(parts.metanets.state_dict(), whole.metanets.state_dict())
 
 
 def test_a_policy_keeps_what_it_compares_with(model, federation, tmp_path):
-    learner = FedL2P(model, STANDARD).fit(federation.seen, track=quiet, workers=1)
+    learner = FedL2P(model, STANDARD).fit(federation.seen, runner=Runner(1))
     learner.save(tmp_path / "policy")
     loaded = FedL2P.load(model, tmp_path / "policy")
     assert equal(loaded.metanets.state_dict(), learner.metanets.state_dict())
@@ -147,14 +147,14 @@ def test_a_policy_from_before_the_option_is_raw(model, tmp_path):
 
 
 def test_a_client_from_elsewhere_gets_a_strategy_within_reason(model, federation):
-    learner = FedL2P(model, STANDARD).fit(federation.seen, track=quiet, workers=1)
+    learner = FedL2P(model, STANDARD).fit(federation.seen, runner=Runner(1))
     strange = Profile(torch.full((3,), 1e6), torch.full((14,), -1e6))
     assert learner.metanets(strange).eta.abs().max() < 1.0
 
 
 def test_pairs_are_compared_with_untrained_nets_that_see_the_same(model, federation):
     config = replace(STANDARD, keep="paired", meta_lr_bn=0.0, meta_lr_lr=0.0, meta_lr_scale=0.0)
-    learner = FedL2P(model, config).fit(federation.seen, track=quiet, workers=1)
+    learner = FedL2P(model, config).fit(federation.seen, runner=Runner(1))
     assert [r["start_loss"] for r in learner.history] == [r["val_loss"] for r in learner.history]
     state = {name: t.clone() for name, t in learner.metanets.state_dict().items()}
     state["center"] += 100.0  # untrained nets with another idea of the mean say something else
@@ -166,7 +166,7 @@ def test_pairs_are_compared_with_untrained_nets_that_see_the_same(model, federat
 def test_a_client_that_cannot_describe_itself_is_left_out(model, federation):
     broken = replace(federation.seen[0], train=federation.seen[0].train[:0])
     with pytest.warns(RuntimeWarning, match="is left out"):
-        learner = FedL2P(model, STANDARD).fit([broken, *federation.seen[1:]], track=quiet, workers=1)
+        learner = FedL2P(model, STANDARD).fit([broken, *federation.seen[1:]], runner=Runner(1))
     assert learner.metanets.deviation.isfinite().all()
 
 
@@ -176,7 +176,7 @@ def test_who_learns_alone_has_nobody_to_compare_with(model, federation):
 
 
 def test_other_inputs_are_named(model):
-    with pytest.raises(ValueError, match="inputs is 'log'; allowed are raw, standard"):
+    with pytest.raises(ValueError, match="inputs must be one of raw, standard, got 'log'"):
         Config(inputs="log")
-    with pytest.raises(ValueError, match="inputs is 'log'"):
+    with pytest.raises(ValueError, match="inputs must be one of raw, standard, got 'log'"):
         MetaNets.for_model(model, 0.1, inputs="log")

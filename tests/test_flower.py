@@ -1,6 +1,5 @@
 """The same federation on Flower: equal numbers, hostile and silent nodes, restarts; in a simulation, and with a real SuperLink and two SuperNodes."""
 
-import copy
 import json
 import os
 import shutil
@@ -13,28 +12,24 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 
-import made_up
 import pytest
 import torch
 
 from fedl2p.bn import mix_bn
 from fedl2p.checkpoint import fingerprint
-from fedl2p.cli import main
 from fedl2p.client import Config, score_all
 from fedl2p.core import load_tensors
 from fedl2p.digits import digits_federation, small_cnn
 from fedl2p.learner import FedL2P
 from fedl2p.pretraining import pretrain
 from fedl2p.runner import Outcome, each, quiet
-from fedl2p.studies.datasets import OFFICE_CLASSES, OFFICE_DOMAINS
 
 pytest.importorskip("flwr", reason='the extra "flower" is not installed')
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict  # noqa: E402
-from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict  # noqa: E402
+from grid import Here, lean  # noqa: E402
 
-from fedl2p import flower  # noqa: E402
-from fedl2p.flower import Nodes, Privacy, client_app, simulate
+from fedl2p.flower import Nodes, Privacy, client_app, simulate  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:the lowest validation loss was that of the meta-nets at their start", "ignore:round")
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,28 +53,6 @@ def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-class Here:
-    """A grid without a network: nodes are calls of the app."""
-
-    def __init__(self, app, n=5):
-        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1  # who sends messages from this process
-        self.app, self.log = app, []
-        self.contexts = {100 + k: Context(run_id=1, node_id=100 + k, node_config={"partition-id": k}, state=RecordDict(), run_config={}) for k in range(n)}
-
-    def get_node_ids(self):
-        return list(self.contexts)
-
-    def send_and_receive(self, messages, timeout=None):
-        for i, m in enumerate(messages):
-            m.metadata.__dict__["_message_id"] = f"{len(self.log)}-{i}"
-        self.log.append(messages)
-        replies = [self.deliver(copy.deepcopy(m)) for m in messages]
-        return [r for r in replies if r is not None]
-
-    def deliver(self, message):
-        return self.app(message, self.contexts[message.metadata.dst_node_id])
-
-
 @pytest.fixture
 def here(tmp_path):
     return Here(client_app(load, tmp_path / "models"))
@@ -87,11 +60,6 @@ def here(tmp_path):
 
 def fit(nodes, clients, config=QUICK, folder=None, track=quiet):
     return FedL2P(network(), config).fit(clients, folder, workers=1, track=track, ask=nodes)
-
-
-def lean(records, *names):
-    """Records as a server has them that is told no more than it needs."""
-    return [{k: v for k, v in r.items() if k not in names} for r in records]
 
 
 def stop_after(n):
@@ -484,30 +452,6 @@ def test_two_nodes_with_one_name(here):
 def test_fewer_nodes_than_asked_for_is_said(here):
     with pytest.warns(RuntimeWarning, match="5 clients take part, of the 7 that were asked for"):
         assert len(Nodes(here).clients(7, wait=0.1)) == 5
-
-
-TIMED = ("seconds", "pretraining_seconds", "machine")
-
-
-@pytest.mark.parametrize(("study", "dataset", "method"), [("cifar10", "cifar10", "fedl2p"), ("cifar10c", "cifar10c", "fedl2p-fomaml"), ("speech", "speech", "fedl2p-start"), ("office", "office", "fedl2p")])
-def test_a_study_on_flower_has_the_same_numbers(study, dataset, method, tmp_path, monkeypatch):
-    """From the command line; nodes here are calls, since a simulation is tested above."""
-    {"speech": made_up.speech, "office": lambda root: made_up.domains(root, "office_caltech_10", OFFICE_DOMAINS, OFFICE_CLASSES)}.get(dataset, made_up.cifar10)(tmp_path)
-    monkeypatch.setattr(flower, "simulate", lambda serve, app, nodes, workers, gpus: serve(Here(app, nodes)))
-    args = [study, "--scale", "smoke", "--datasets", dataset, "--methods", method, "--seeds", "0", "--epochs", "1", "--alpha", "0.5", "--data", str(tmp_path), "--workers", "1", "--device", "cpu"]
-    found = []
-    for command in ("run", "flower"):
-        assert main([command, *args, "--out", str(tmp_path / command)]) == 0
-        (path,) = (tmp_path / command).rglob("*-seed0.json")
-        [content] = lean([json.loads(path.read_text())], *TIMED)
-        found.append({**content, "rounds": lean(content["rounds"], "beta", "eta"), "clients": lean(content["clients"], "xi", "feature_stats")})
-    assert found[0] == found[1] and found[0]["clients"]
-
-
-def test_wrong_studies(tmp_path, capsys):
-    for args, said in [(["--methods", "l2p"], "methods has l2p; allowed on Flower are fedl2p,"), (["--compile", "True"], "nodes have neither")]:
-        assert main(["flower", "cifar10", "--device", "cpu", *args, "--out", str(tmp_path)]) == 1
-        assert said in capsys.readouterr().err
 
 
 def test_without_flower_everything_else_works():

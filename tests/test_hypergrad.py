@@ -11,10 +11,9 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from fedl2p import hypergrad
 from fedl2p.bn import beta_buffers, bn_layers, mix_bn
 from fedl2p.digits import small_cnn
-from fedl2p.hypergrad import add, curvature, descend, dot, dots, fomaml, gradient, ift, unrolled
+from fedl2p.hypergrad import NeumannDiverges, add, curvature, descend, dot, dots, fomaml, gradient, ift, unrolled
 from fedl2p.metanet import MetaNets
 from fedl2p.profile import profile
 
@@ -35,8 +34,8 @@ def naive(steps, start, val_loss, hyper, last=None):
         w = {k: v - e * d for (k, v), e, d in zip(w.items(), h["eta"], g, strict=True)}
         if last is not None and t < len(steps) - last:
             w = {k: v.detach().requires_grad_() for k, v in w.items()}
-    found = torch.autograd.grad(val_loss(w, h), list(h.values()), allow_unused=True)
-    return {k: torch.zeros_like(t) if g is None else g for (k, t), g in zip(h.items(), found, strict=True)}
+    slopes = torch.autograd.grad(val_loss(w, h), list(h.values()), allow_unused=True)
+    return {k: torch.zeros_like(t) if g is None else g for (k, t), g in zip(h.items(), slopes, strict=True)}
 
 
 def bowl(seed, n=4, curve=(0.5, 2.0)):
@@ -123,37 +122,12 @@ def gradient_with_graph(loss, weights, c):
     return dict(zip(w, torch.autograd.grad(loss(w, {"c": c}), list(w.values()), create_graph=True), strict=True))
 
 
-@pytest.mark.parametrize("dims", [1, 2, 3])
-@pytest.mark.parametrize("options", [{}, {"stride": 2, "padding": 1}, {"dilation": 2, "groups": 2}, {"padding": "same"}])
-def test_native_convolutions_have_the_right_second_derivative(dims, options, monkeypatch):
-    monkeypatch.setattr(hypergrad._NativeConv, "smallest", 0)
-    conv = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[dims]
-    x = torch.randn(2, 4, *[6] * dims, dtype=torch.float64)
-    weights = {"k": torch.randn(4, 4 // options.get("groups", 1), *[3] * dims, dtype=torch.float64), "b": torch.randn(4, dtype=torch.float64),
-               "k2": torch.randn(2, 4, *[1] * dims, dtype=torch.float64)}
-
-    def loss(w, h):
-        return conv(torch.tanh(conv(x, w["k"], w["b"], **options)), w["k2"]).tanh().pow(2).mean()
-
-    v = {k: torch.randn_like(t) for k, t in weights.items()}
-    ours, _ = curvature(loss, weights, {}).product(v)
-    _, theirs = torch.autograd.functional.vhp(lambda *w: loss(dict(zip(weights, w, strict=True)), {}), tuple(weights.values()), tuple(v.values()))
-    close(list(ours.values()), list(theirs), 1e-10)
-
-
-def test_a_single_image_without_a_batch(monkeypatch):
-    monkeypatch.setattr(hypergrad._NativeConv, "smallest", 0)
-    w, x = {"k": torch.randn(2, 1, 3, 3)}, torch.randn(1, 5, 5)
-    by_weights, _ = curvature(lambda w, h: F.conv2d(x, w["k"]).pow(2).sum(), w, {}).product(w)
-    assert by_weights["k"].isfinite().all()
-
-
 def test_unknown_words():
     train_loss, val_loss, start, hyper, _, _ = bowl(0)
     path = descend([train_loss], start, hyper)
-    with pytest.raises(ValueError, match="hvp is 'fast'; allowed are exact, central, forward"):
+    with pytest.raises(ValueError, match="hvp must be one of exact, central, forward, got 'fast'"):
         ift(path, train_loss, val_loss, hyper, hvp="fast")
-    with pytest.raises(ValueError, match="solver is 'lu'; allowed are neumann, cg"):
+    with pytest.raises(ValueError, match="solver must be one of neumann, cg, got 'lu'"):
         ift(path, train_loss, val_loss, hyper, solver="lu")
 
 
@@ -258,7 +232,8 @@ def test_implicit_by_differences(hvp, tol):
 def test_a_diverging_series_is_reported_once_and_a_converging_one_is_not():
     train_loss, val_loss, start, hyper, _, _ = bowl(0, curve=(0.5, 8.0))
     path = descend([train_loss] * 3, start, {**hyper, "eta": hyper["eta"] / 10})
-    with pytest.warns(RuntimeWarning, match=r"diverges: psi is 0.5, and the Hessian has an eigenvalue of at least \d.*; psi has to be below 0\.\d+, perhaps far below") as caught:
+    message = r"diverges: psi must be < 0\.\d+, perhaps far less, got 0.5; the Hessian has an eigenvalue of at least \d"
+    with pytest.warns(NeumannDiverges, match=message) as caught:
         ift(path, train_loss, val_loss, hyper, psi=0.5, terms=30)
     assert len(caught) == 1
     with warnings.catch_warnings():
@@ -318,11 +293,11 @@ def test_a_huge_but_finite_series_does_not_come_back_as_infinity():
 
 def test_wrong_eta_and_no_steps():
     train_loss, _, start, hyper, _, _ = bowl(0)
-    with pytest.raises(ValueError, match=r"hyper\['eta'\] has shape \[5\]; allowed is \[2\]"):
+    with pytest.raises(ValueError, match=r"shape of hyper\['eta'\] must be \[2\], a rate for each tensor, got \[5\]"):
         descend([train_loss], start, {**hyper, "eta": torch.zeros(5)})
-    with pytest.raises(ValueError, match=r"hyper\['eta'\] has shape None"):
+    with pytest.raises(ValueError, match=r"shape of hyper\['eta'\] must be \[2\], a rate for each tensor, got None"):
         descend([train_loss], start, {"c": hyper["c"]})
-    with pytest.raises(ValueError, match="steps is empty"):
+    with pytest.raises(ValueError, match="number of steps must be >= 1, got 0"):
         descend([], start, hyper)
 
 
@@ -331,9 +306,9 @@ def test_inputs_are_left_alone_and_results_are_plain(estimator):
     train_loss, val_loss, start, hyper, _, _ = bowl(0)
     hyper = {k: t.clone().requires_grad_() for k, t in hyper.items()}  # as they come from meta-nets
     before = {k: t.clone() for k, t in start.items()}
-    found = estimator(descend([train_loss] * 3, start, hyper), train_loss, val_loss, hyper)
+    slopes = estimator(descend([train_loss] * 3, start, hyper), train_loss, val_loss, hyper)
     assert all(torch.equal(start[k], before[k]) and not start[k].requires_grad for k in start)
-    assert list(found) == list(hyper) and all(not t.requires_grad and t.shape == hyper[k].shape for k, t in found.items())
+    assert list(slopes) == list(hyper) and all(not t.requires_grad and t.shape == hyper[k].shape for k, t in slopes.items())
     assert all(t.grad is None for t in hyper.values())
 
 
@@ -388,8 +363,8 @@ def test_one_backward_pass_reaches_lambda():
     steps, val_loss = [loss_on(slice(0, 8)), loss_on(slice(8, 16))], loss_on(slice(16, 24))
     strategy = metanets(client)
     hyper = {"beta": strategy.beta, "eta": strategy.eta}
-    found = unrolled(descend(steps, start, hyper), steps[0], val_loss, hyper)
-    torch.autograd.backward([strategy.beta, strategy.eta], [found["beta"], found["eta"]])
+    slopes = unrolled(descend(steps, start, hyper), steps[0], val_loss, hyper)
+    torch.autograd.backward([strategy.beta, strategy.eta], [slopes["beta"], slopes["eta"]])
     ours = {k: p.grad.clone() for k, p in metanets.named_parameters()}
 
     metanets.zero_grad()

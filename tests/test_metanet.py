@@ -1,20 +1,16 @@
-"""fedl2p.metanet: strategies, meta-nets, and policies on disk."""
-
-import os
+"""fedl2p.metanet: meta-nets, and policies on disk."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import nn
 
 from fedl2p.bn import mix_bn
 from fedl2p.digits import small_cnn
 from fedl2p.metanet import BNNet, LRNet, MetaNets, signature, straight_through_clamp
 from fedl2p.profile import Profile, profile
-from fedl2p.strategy import Strategy, bn_c, bn_g, bn_i, bn_only, body_only, eta_by_name, head_only
 
 floats = st.floats(-1e4, 1e4, width=32)
 
@@ -27,66 +23,6 @@ def model():
 @pytest.fixture(scope="module")
 def client(model):
     return profile(model, torch.rand(8, 1, 8, 8, generator=torch.Generator().manual_seed(0)))
-
-
-def rates(model, strategy):
-    return {name for name, eta in eta_by_name(model, strategy).items() if eta != 0}
-
-
-# --- strategies ----------------------------------------------------------------------------------------------
-
-
-def test_baselines_tune_everything(model):
-    for make, beta, bn in ((bn_c, 1, "mix"), (bn_g, 0, "mix"), (bn_i, 1, "batch")):
-        s = make(model, lr=0.02)
-        assert s.beta.tolist() == [beta] * 3 and s.bn == bn
-        assert torch.equal(s.eta, torch.full((11,), 0.02))
-
-
-def test_what_each_strategy_tunes(model):
-    every = {name for name, _ in model.named_parameters()}
-    head, norms = {"head.weight", "head.bias"}, {n for n in every if n.startswith("bn")}
-    assert rates(model, head_only(model, 0.1)) == head
-    assert rates(model, body_only(model, 0.1)) == every - head
-    assert rates(model, bn_only(model, 0.1)) == norms
-    assert rates(model, head_only(model, 0.1, head="conv3")) == {"conv3.weight"}
-
-
-def test_strategies_are_the_same_before_and_after_conversion(model):
-    for make in (bn_c, bn_g, bn_i, head_only, body_only, bn_only):
-        a, b = make(small_cnn(), 0.1), make(model, 0.1)
-        assert torch.equal(a.beta, b.beta) and torch.equal(a.eta, b.eta)
-
-
-def test_wrong_words(model):
-    with pytest.raises(ValueError, match="head is 'fc'; allowed are conv1, bn1, .*, head"):
-        head_only(model, 0.1, head="fc")
-    with pytest.raises(ValueError, match="bn is 'local'; allowed are mix, batch, pretrained"):
-        Strategy(torch.zeros(3), torch.zeros(11), bn="local")
-    with pytest.raises(ValueError, match="eta has 5 numbers; allowed are 11"):
-        eta_by_name(model, Strategy(torch.zeros(3), torch.zeros(5)))
-    with pytest.raises(ValueError, match="allowed are finite numbers"):
-        eta_by_name(model, Strategy(torch.zeros(3), torch.full((11,), torch.inf)))
-    with pytest.raises(ValueError, match="beta is 0.5; allowed is a tensor"):
-        Strategy(0.5, torch.zeros(11))
-    with pytest.raises(ValueError, match="lr is nan and beta 1.0; allowed are a finite number"):
-        bn_c(model, float("nan"))
-    with pytest.raises(ValueError, match=r"beta 5; allowed are a finite number, and one in \[0, 1\]"):
-        head_only(model, 0.1, beta=5)
-    with pytest.raises(ValueError, match="model has no parameters that this strategy would tune"):
-        bn_only(nn.Linear(2, 2), 0.1)
-
-
-def test_a_head_of_several_layers():
-    net = nn.ModuleDict({"body": nn.Linear(2, 2), "head": nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))})
-    assert rates(net, head_only(net, 0.1, head="head")) == {n for n, _ in net.named_parameters() if n.startswith("head")}
-    assert rates(net, body_only(net, 0.1, head="head")) == {"body.weight", "body.bias"}
-
-
-def test_repr_is_short(model):
-    text = repr(head_only(model, 0.1))
-    assert text == "Strategy(bn='mix', beta [3] from 0 to 0, eta [11] from 0 to 0.1, frozen tensors 9)"
-    assert "beta []" in repr(Strategy(torch.zeros(0), torch.ones(1)))
 
 
 # --- the clamp -----------------------------------------------------------------------------------------------
@@ -177,14 +113,14 @@ def test_without_batch_norms():
 
 
 def test_profile_of_another_model(model):
-    with pytest.raises(ValueError, match="profile.xi has 7 numbers, 0 not finite; allowed are 3"):
+    with pytest.raises(ValueError, match="^profile.xi must be 3 numbers, as for the model that these meta-nets were made for, got 7$"):
         MetaNets.for_model(model, lr=0.1)(Profile(torch.zeros(7), torch.zeros(14)))
-    with pytest.raises(ValueError, match="profile.feature_stats has 2 numbers, 0 not finite; allowed are 14"):
+    with pytest.raises(ValueError, match="^profile.feature_stats must be 14 numbers, .*, got 2$"):
         MetaNets.for_model(model, lr=0.1)(Profile(torch.zeros(3), torch.zeros(2)))
 
 
 def test_profile_that_is_not_finite(model, client):
-    with pytest.raises(ValueError, match="profile.xi has 3 numbers, 3 not finite"):
+    with pytest.raises(ValueError, match="^profile.xi must be finite, got 3 of 3 numbers that are not$"):
         MetaNets.for_model(model, lr=0.1)(Profile(client.xi * float("nan"), client.feature_stats))
 
 
@@ -232,43 +168,6 @@ def test_the_same_layers_in_another_order(tmp_path):
         MetaNets.load(tmp_path / "p", b)
 
 
-@pytest.mark.parametrize("keep", [0, 5, 100, 0.5, -1])
-def test_truncated_files(saved, model, keep):
-    data = saved[1].read_bytes()
-    saved[1].write_bytes(data[: int(keep * len(data)) if isinstance(keep, float) else keep])
-    with pytest.raises(ValueError, match="is not a whole safetensors file"):
-        MetaNets.load(saved[1], model)
-
-
-def test_files_of_something_else(model, tmp_path):
-    text, tensors = tmp_path / "notes.txt", tmp_path / "model.safetensors"
-    text.write_text("dear diary, today I pretrained a network, and tomorrow I shall personalize it")
-    save_file(dict(model.state_dict()), tensors)
-    with pytest.raises(ValueError, match="is not a whole safetensors file"):
-        MetaNets.load(text, model)
-    with pytest.raises(ValueError, match="is another kind of file; its format is None"):
-        MetaNets.load(tensors, model)
-    for path in (tmp_path / "nothing", tmp_path):
-        with pytest.raises(FileNotFoundError, match=f"path is {path}; there is no such file"):
-            MetaNets.load(path, model)
-    for path in (tmp_path / "no" / "folder", tmp_path, ""):
-        with pytest.raises(FileNotFoundError, match="allowed is a file in a folder that exists"):
-            MetaNets.for_model(model, lr=0.1).save(path)
-
-
 def test_double_policies_stay_double(model, tmp_path):
     MetaNets.for_model(model, lr=0.1).double().save(tmp_path / "p")
     assert MetaNets.load(tmp_path / "p", model).eta_scale.dtype == torch.float64
-
-
-def test_a_failed_save_leaves_the_old_file(saved, model, monkeypatch):
-    nets, path = saved
-    before = path.read_bytes()
-
-    def fail(*args):
-        raise OSError("disk full")
-
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="disk full"):
-        MetaNets.for_model(model, lr=0.5).save(path)
-    assert path.read_bytes() == before and [p.name for p in path.parent.iterdir()] == [path.name]

@@ -1,5 +1,6 @@
-"""The package as a package: imports, version, and the tool that keeps the notebooks."""
+"""The package as a package: imports, public names, version, and the tools that keep the notebooks and run the checks."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,9 @@ import pytest
 import fedl2p
 
 ROOT = Path(__file__).resolve().parent.parent
-MODULES = sorted(p.stem for p in (ROOT / "fedl2p").glob("*.py") if p.stem not in ("__init__", "_modidx"))
+FILES = sorted(p for p in (ROOT / "fedl2p").rglob("*.py") if p.stem not in ("__init__", "_modidx"))
+MODULES = [".".join(p.relative_to(ROOT).with_suffix("").parts) for p in FILES]
+PUBLIC = {"FedL2P", "Config", "Client", "Data", "make_client", "Strategy", "mix_bn", "pretrain"}
 
 
 def python(code, **kwargs):
@@ -20,16 +23,57 @@ def python(code, **kwargs):
 
 @pytest.mark.parametrize("module", MODULES)
 def test_each_module_imports_alone_and_lightly(module):
-    if module == "flower":
+    on_flower = module in ("fedl2p.flower", "fedl2p.studies.simulation")
+    if on_flower:
         pytest.importorskip("flwr", reason='the extra "flower" is not installed')
-    heavy = {"torchvision", "torchaudio", "matplotlib", "fastcore", "nbdev", "sklearn", "ray", *(["flwr"] if module != "flower" else [])}
-    done = python(f"import sys, fedl2p.{module}; found = {heavy} & set(sys.modules); assert not found, found")
+    heavy = {"torchvision", "torchaudio", "matplotlib", "fastcore", "nbdev", "sklearn", "ray", *(["flwr"] if not on_flower else [])}
+    done = python(f"import sys, {module}; loaded = {heavy} & set(sys.modules); assert not loaded, loaded")
     assert done.returncode == 0, done.stderr
 
 
 def test_import_of_the_package_is_quick():
     done = python("import sys, fedl2p; assert 'torch' not in sys.modules; print(fedl2p.__version__)")
     assert done.returncode == 0, done.stderr
+
+
+def test_public_names_come_when_they_are_used():
+    done = python(f"""
+import sys, fedl2p
+assert set(fedl2p.__all__) == {PUBLIC} <= set(dir(fedl2p)) and "__version__" in dir(fedl2p)
+assert "torch" not in sys.modules
+from fedl2p import FedL2P
+from fedl2p.learner import FedL2P as home
+assert FedL2P is home
+for name in fedl2p.__all__:
+    assert getattr(fedl2p, name).__name__ == name
+assert sys.modules[fedl2p.pretrain.__module__].__name__ == "fedl2p.pretraining"
+from fedl2p import *
+assert mix_bn is fedl2p.mix_bn
+""")
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_unknown_name_is_said_as_python_says_it():
+    with pytest.raises(AttributeError, match="^module 'fedl2p' has no attribute 'FedL3P'$"):
+        getattr(fedl2p, "FedL3P")  # noqa: B009
+    with pytest.raises(ImportError, match="^cannot import name 'FedL3P' from 'fedl2p'"):
+        from fedl2p import FedL3P  # noqa: F401
+
+
+def test_a_type_checker_sees_the_public_names(tmp_path):
+    pytest.importorskip("mypy")
+    (tmp_path / "mypy.ini").write_text("[mypy]\nignore_missing_imports = true\n[mypy-torch.*]\nfollow_imports = skip\n")  # torch takes a minute
+    (tmp_path / "mine.py").write_text("import fedl2p\nfrom fedl2p import FedL2P\nmine: type[FedL2P] = FedL2P\nreveal_type(mine)\nreveal_type(fedl2p.Data)\nfedl2p.FedL3P\n")
+    command = [sys.executable, "-m", "mypy", "--config-file", tmp_path / "mypy.ini", "--cache-dir", tmp_path / "cache", "--follow-imports", "silent", tmp_path / "mine.py"]
+    said = subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout
+    assert '"type[fedl2p.learner.FedL2P]"' in said and "-> fedl2p.data.Data" in said, said
+    assert 'mine.py:6: error: Module has no attribute "FedL3P"' in said and said.count("error:") == 1, said
+
+
+@pytest.mark.parametrize("path", FILES, ids=MODULES)
+def test_no_exported_line_is_longer_than_120_characters(path):
+    cells = path.read_text(encoding="utf-8").split("\n# %% ")[2:]  # behind the docstring and nbdev's __all__
+    assert cells and not [line for cell in cells for line in cell.splitlines() if len(line) > 120]
 
 
 def test_version_and_typing():
@@ -66,14 +110,41 @@ def test_the_check_finds_faults(clone):
         if cell.cell_type == "code":
             cell.outputs = []
     write_nb(nb, clone / "nbs" / "00_bn.ipynb")
-    nb = read_nb(clone / "nbs" / "01_profile.ipynb")
+    nb = read_nb(clone / "nbs" / "03_profile.ipynb")
     nb.cells[1].source = "# no badge"
-    write_nb(nb, clone / "nbs" / "01_profile.ipynb")
+    nb.cells[-1].source = "See [a lesson](03_gone.ipynb#eq-3) and [another](01_data.ipynb#split)."
+    write_nb(nb, clone / "nbs" / "03_profile.ipynb")
+    (clone / "nbs" / "04_strategy.ipynb").rename(clone / "nbs" / "04_plan.ipynb")
+    with open(clone / "README.md", "a") as file:
+        file.write("[![Open in Colab](x)](https://colab.research.google.com/github/fedl2p/fedl2p/blob/main/nbs/gone.ipynb)")
     done = notebooks(clone, "check")
     assert done.returncode == 1
     assert "orphan.py has no notebook" in done.stdout
     assert "00_bn.ipynb stores no outputs" in done.stdout
-    assert "01_profile.ipynb needs the install cell first" in done.stdout
+    assert "03_profile.ipynb needs the install cell first" in done.stdout
+    assert "03_profile.ipynb needs a title that begins with '# 03 profile:'" in done.stdout
+    assert "03_profile.ipynb needs a last line: **Previous:** [02_digits](02_digits.ipynb) · **Next:** [04_strategy](04_strategy.ipynb)" in done.stdout
+    assert "03_profile.ipynb has a link to 03_gone.ipynb, which is not there" in done.stdout and "link to 01_data.ipynb" not in done.stdout
+    assert all(f"nbs/{name}.ipynb is a file or in ORDER of .ci/notebooks.py, but not both" in done.stdout for name in ("04_strategy", "04_plan"))
+    assert "README.md has a link to nbs/gone.ipynb, which is not there" in done.stdout
+
+
+def test_titles_and_last_lines_come_from_the_order(clone):
+    from execnb.nbio import read_nb, write_nb
+
+    tool = clone / ".ci" / "notebooks.py"
+    tool.write_text(tool.read_text().replace('"bn", "data", "digits"', '"bn", "digits", "data"'))
+    (clone / "nbs" / "01_data.ipynb").rename(clone / "nbs" / "02_data.ipynb")
+    (clone / "nbs" / "02_digits.ipynb").rename(clone / "nbs" / "01_digits.ipynb")
+    nb = read_nb(clone / "nbs" / "studies" / "runs.ipynb")
+    nb.cells[-1].source += "\n**Next**: [tables](tables.ipynb), by hand."
+    write_nb(nb, clone / "nbs" / "studies" / "runs.ipynb")
+    assert notebooks(clone, "sync").returncode == 0
+    first, data, runs = (read_nb(clone / "nbs" / name).cells for name in ("00_bn.ipynb", "02_data.ipynb", "studies/runs.ipynb"))
+    assert first[-1].source.endswith("\n\n**Next:** [01_digits](01_digits.ipynb)")
+    assert data[1].source.startswith("# 02 data: ")
+    assert data[-1].source.endswith("\n\n**Previous:** [01_digits](01_digits.ipynb) · **Next:** [03_profile](03_profile.ipynb)")
+    assert runs[-1].source.endswith("\n\n**Back to** [the index](../index.ipynb)") and "by hand" not in runs[-1].source
 
 
 def test_owner_and_branch_come_from_settings_alone(clone):
@@ -100,10 +171,25 @@ def test_a_wrong_command_shows_the_usage(clone):
 def test_a_failing_notebook_is_not_stored(clone):
     from execnb.nbio import read_nb, write_nb
 
-    path = clone / "nbs" / "digits.ipynb"
+    path = clone / "nbs" / "02_digits.ipynb"
     nb = read_nb(path)
     nb.cells[3].source = "1 / 0"
     write_nb(nb, path)
     before = path.read_bytes()
-    done = notebooks(clone, "run", "nbs/digits.ipynb")
+    done = notebooks(clone, "run", "nbs/02_digits.ipynb")
     assert done.returncode == 1 and "division by zero" in done.stderr and path.read_bytes() == before
+
+
+@pytest.mark.parametrize("ci", [False, True])
+def test_a_developers_venv_is_left_alone(tmp_path, ci):
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci")
+    (tmp_path / "README.md").write_text("Run all notebooks and tests:\n\n```bash\necho tested > log\n```\n")
+    for name in ("bin/chromium", "bin/apt-get", ".venv/kept"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"#!/bin/sh\necho {name} >> {tmp_path}/log")
+        (tmp_path / name).chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}", "CI": "true" if ci else ""}
+    done = subprocess.run([tmp_path / ".ci" / "run", "tests"], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "log").read_text() == "tested\n" and (tmp_path / ".venv").exists() != ci

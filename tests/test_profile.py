@@ -181,22 +181,24 @@ def test_not_finite_data_are_named(model, bad):
 
 
 def test_no_data(model):
-    with pytest.raises(ValueError, match="x is empty; allowed is a tensor"):
+    with pytest.raises(ValueError, match=r"^x must be a tensor \[N, ...\] of at least one sample, got an empty one$"):
         profile(model, torch.zeros(0, 1, 8, 8))
-    with pytest.raises(ValueError, match=r"x is a list; allowed is a tensor \[N, ...\]"):
+    with pytest.raises(ValueError, match=r"^x must be a tensor \[N, ...\] of at least one sample, got list$"):
         profile(model, [torch.zeros(1, 1, 8, 8)])
-    with pytest.raises(ValueError, match="batch_size is 0 and eps -1"):
-        profile(model, torch.zeros(1, 1, 8, 8), batch_size=0, eps=-1)
+    with pytest.raises(ValueError, match="^batch_size must be >= 1, got 0$"):
+        profile(model, torch.zeros(1, 1, 8, 8), batch_size=0)
+    with pytest.raises(ValueError, match="^eps must be > 0, got -1$"):
+        profile(model, torch.zeros(1, 1, 8, 8), eps=-1)
 
 
 def test_layers_that_get_no_tensor_are_named():
     model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)))
-    with pytest.raises(ValueError, match="layer '0.parametrizations.weight' is called with NoneType; allowed is a tensor"):
+    with pytest.raises(ValueError, match="^layer '0.parametrizations.weight' must be called with a tensor first, got NoneType$"):
         profile(model, torch.randn(3, 2))
 
 
 def test_unknown_names(model):
-    with pytest.raises(ValueError, match="names has conv9; allowed are the names of the model's modules"):
+    with pytest.raises(ValueError, match="^names must be names of the model's modules, got conv9$"):
         input_moments(model, ["conv1", "conv9"], torch.zeros(1, 1, 8, 8))
 
 

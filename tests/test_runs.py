@@ -1,8 +1,6 @@
-"""Every study at smoke scale from the command line, on made-up data in the official layouts; cells that are lost, damaged, of other settings; tables."""
+"""Every study at smoke scale from the command line, on made-up data in the official layouts; cells that are lost, damaged, of other settings."""
 
-import inspect
 import json
-import math
 import os
 import signal
 import subprocess
@@ -12,31 +10,26 @@ from dataclasses import replace
 
 import made_up
 import pytest
-import torch
 
-from fedl2p.studies import datasets
-from fedl2p.studies import settings as scales
 from fedl2p.checkpoint import fingerprint
 from fedl2p.cli import main
 from fedl2p.core import write_json
-from fedl2p.pretraining import Recipe
-from fedl2p.studies.models import resnet18
+from fedl2p.learner import Config
 from fedl2p.studies.published import TABLES, Condition
 from fedl2p.studies.runs import (
     LEARNED,
     OURS,
-    Cell,
     Machine,
     Run,
     cells,
+    choose_rates,
     columns,
     conditions,
     pretrained,
     run_cell,
     run_study,
 )
-from fedl2p.studies.settings import setting
-from fedl2p.studies.tables import collect, comparison, results, table
+from fedl2p.studies.tables import results, table
 
 
 @pytest.fixture(scope="module")
@@ -71,46 +64,12 @@ def test_conditions_are_the_papers_unless_asked():
     assert conditions("ablation", datasets=["office"]) == [Condition("office", 1000.0, 15, "imagenet")]
 
 
-def test_papers_settings(monkeypatch):
-    """Numbers of the paper's section 4.1 and its appendix, typed in from there; patience as in the authors' code."""
-    for dataset, rounds, patience, lr, fraction in (("cifar10", 500, 50, 1e-3, 0.1), ("cifar10c", 500, 100, 1e-3, 0.1), ("office", 100, 100, 1e-2, 1.0), ("domainnet", 100, 50, 1e-2, 0.1), ("speech", 100, 50, 1e-2, 0.1)):
-        how = setting(dataset, "paper", "data")
-        c = how.config
-        assert (c.rounds, c.patience, c.lr, c.fraction) == (rounds, patience, lr, fraction)
-        assert (c.batch_size, c.epochs, c.meta_steps) == (32, 15, 3)
-        assert (c.meta_lr_bn, c.meta_lr_lr, c.meta_lr_scale, c.clip, c.neumann_terms, c.psi, c.hidden) == (1e-3, 1e-3, 1e-4, 1.0, 3, 0.1, 100)
-        assert (c.estimator, c.scaled, c.statistics, c.keep, c.hvp, c.learn) == ("ift", False, "running", "lowest", "exact", "both")
-        assert how.scored is None and not how.differs
-    for dataset, final in (("cifar10", None), ("cifar10c", None), ("speech", 0.01)):
-        recipe = Recipe(**{k: v for k, v in setting(dataset, "paper", "data").recipe.items() if k != "fraction"})
-        assert (recipe.rounds, recipe.epochs, recipe.lr, recipe.final_lr, setting(dataset, "paper", "data").recipe["fraction"]) == (500, 1, 0.1, final, 0.1)
-        assert final or recipe.drops == (0.5, 0.75)  # rounds 250 and 375
-    assert setting("office", "paper", "data").recipe is None
-    asked = {}
-    for name in ("cifar10", "cifar10c", "office", "domainnet", "speech"):
-        monkeypatch.setattr(scales, name, lambda *args, name=name, **kw: asked.update({name: inspect.signature(getattr(datasets, name)).bind(*args, **kw)}) or [])
-        setting(name, "paper", "data").clients(0.5, 3)
-        asked[name].apply_defaults()
-    wanted = {"cifar10": {"n_clients": 1000, "size": 50, "alpha": 0.5}, "cifar10c": {"clients_each": 25, "severity": 3, "own": False, "size": None, "corruptions": datasets.CORRUPTIONS, "alpha": 0.5},
-              "office": {"pixels": 224, "size": None}, "domainnet": {"clients_each": 25, "size": None, "alpha": 0.5}, "speech": {"n_seen": 250, "n_unseen": 50}}
-    for name, arguments in wanted.items():
-        assert {k: asked[name].arguments[k] for k in arguments} == arguments and asked[name].arguments["seed"] == 3
-    layers = [sum(isinstance(m, torch.nn.BatchNorm2d) for m in setting(name, "paper", "data").model(0).modules()) for name in ("cifar10", "speech")]
-    assert layers == [20, 20]
-
-
 def test_corrupted_images_start_from_the_model_for_clean_ones(world):
     run_study(Run("cifar10c", "smoke", (0.5,), (1,), (0,), ("none",), out=world / "results", machine=Machine(world, 1, "cpu")))
     assert (world / "results" / "cifar10" / "smoke" / "pretrained" / "fedavg-alpha1000.safetensors").exists()
     assert not (world / "results" / "cifar10c" / "smoke" / "pretrained").exists()
     a, b = (pretrained(Condition(name, alpha, 1, "fedavg"), "smoke", world / "results", Machine(world, 1, "cpu")) for name, alpha in (("cifar10c", 0.5), ("cifar10", 1000.0)))
     assert fingerprint(a) == fingerprint(b)
-
-
-def test_small_scale_takes_the_backbone_that_is_there(world):
-    model = setting("office", "small", world).model(0)
-    assert torch.equal(model.conv1.weight, resnet18("imagenet").conv1.weight.half().float())
-    assert "fp16-derived" in setting("office", "small", world).differs
 
 
 def one(world, method="ft-c", seed=0, **more):
@@ -174,33 +133,6 @@ def test_wrong_words_are_explained(args, words, tmp_path, capsys):
         code = stop.code
     assert code not in (0, None)
     assert words in " ".join(capsys.readouterr().err.replace("│", " ").split())
-
-
-def test_table_before_any_result(tmp_path, capsys):
-    assert main(["table", "office", "--out", str(tmp_path / "none")]) == 0
-    assert "Nothing of ours at scale small yet" in capsys.readouterr().out
-    assert not (tmp_path / "none").exists()
-
-
-def test_table_numbers(tmp_path):
-    """Means and deviations by hand; a diverged seed; seeds of different pools."""
-    row = Condition("speech", None, 5, "fedavg")
-    gone = {"seen": None, "unseen": None}
-    values = {("ft-c", 0): {"seen": 0.5, "unseen": 0.4}, ("ft-c", 1): {"seen": 0.7, "unseen": 0.4}, ("fedl2p", 0): gone, ("fedl2p", 1): gone, ("none", 0): {"seen": 0.2, "unseen": 0.1}, ("none", 1): {"seen": 0.3, "unseen": 0.1}, ("ft-i-best", 1): {"seen": 0.9, "unseen": 0.9}}
-    for (method, seed), accuracy in values.items():
-        path = Cell(row, method, seed).path(tmp_path, "small")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        about = {k: v for k, v in row._asdict().items() if k != "pool"}
-        clients = [{"client": f"c{i}", "pool": pool, "domain": "", "n": 10, "accuracy": value + 0.1 * i} for pool, value in accuracy.items() for i in (0, 1) if value]
-        write_json(path, {**about, "method": method, "seed": seed, "accuracy": accuracy, "clients": clients, "seconds": 1.0, "pretraining_seconds": 0.0, "differs": "made up", "machine": {"device": "cpu", "cores": 2}})
-    found = collect(list(results(tmp_path, "small")))
-    assert found[row]["ft-c"] == {0: 50.0, 1: 70.0} and found[row._replace(pool="unseen")]["ft-c"] == {0: 40.0, 1: 40.0}
-    assert all(math.isnan(found[row._replace(pool=pool)]["fedl2p"][0]) for pool in ("seen", "unseen"))
-    text = table("speech", "small", tmp_path)
-    assert "| 5 | seen | ours | 25.0 ± 7.1 | **60.0 ± 14.1** | — | — | — | diverges | 90.0 (1) |" in text
-    assert "| 5 | unseen | ours | 10.0 ± 0.0 | **40.0 ± 0.0** |" in text
-    assert "87.77 ± 0.47" in text  # the paper's, right below, as printed
-    assert "| speech, fedavg, e 5 | +35.0 ± 0.0 | 2 |" in comparison("speech", "small", tmp_path, "ft-c", ("none",))  # (30 + 40) / 2 on both clients
 
 
 def fails_for(client_id, error, function):
@@ -277,3 +209,20 @@ s.run_study(run, track)
     first, second = (json.loads(next(folder.glob("**/fedl2p-seed0.json")).read_text()) for folder in (done, broken))
     assert len(first["rounds"]) == 6
     assert all(first[k] == second[k] for k in ("accuracy", "rounds", "clients"))
+
+
+def test_rates_are_chosen_by_validation(monkeypatch):
+    """Made-up scores: BN C is best at 0.1 in validation, BN G ties (the smaller rate wins), BN I at 1."""
+    from fedl2p.bn import mix_bn
+    from fedl2p.client import Result
+    from fedl2p.digits import small_cnn
+    from fedl2p.finetune import Score
+    from fedl2p.studies import demo as experiment
+
+    def scored(function, clients, model, workers, track, title):
+        assert function.keywords == {"held_out": False}
+        accuracy = {"FT (BN C) 0.1": 0.9, "FT (BN G) 0.01": 0.5, "FT (BN G) 0.0001": 0.5, "FT (BN I) 1.0": 0.8}
+        return [{name: Result("x", "", Score(accuracy.get(name, 0.1), 1.0, 10), s) for name, s in function.args[1].items()}]
+
+    monkeypatch.setattr(experiment, "score_all", scored)
+    assert choose_rates(mix_bn(small_cnn(), verbose=False), [], Config()) == {"FT (BN C)": 0.1, "FT (BN G)": 0.0001, "FT (BN I)": 1.0}

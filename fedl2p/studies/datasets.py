@@ -6,21 +6,22 @@
 __all__ = ['CIFAR10_URL', 'CIFAR10_MD5', 'CIFAR10_BATCHES', 'CIFAR_MEAN', 'CIFAR_STD', 'CIFAR10C_URL', 'CIFAR10C_MD5',
            'OFFICE_CLASSES', 'OFFICE_DOMAINS', 'DOMAINNET_CLASSES', 'DOMAINNET_DOMAINS', 'IMAGENET_MEAN',
            'IMAGENET_STD', 'SPEECH_CLASSES', 'RATE', 'MIN_CLIPS', 'cifar10', 'cifar10c', 'office', 'domainnet',
-           'speech', 'CORRUPTIONS', 'corrupt']
+           'speech']
 
 # %% ../../nbs/studies/datasets.ipynb #173c14f9
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ..core import generator
+from ..core import generator, require, require_choice
 from ..data import Client, Data, lda_partition, make_client, split
-from .corruptions import CORRUPTIONS, corrupt
+from .corruptions import CORRUPTIONS, Corruption, corrupt
 from fedl2p.studies.files import (
     cached,
     decode,
@@ -34,10 +35,9 @@ from fedl2p.studies.files import (
     write_npz,
 )
 
-_all_ = ["CORRUPTIONS", "corrupt"] # they belong to cifar10c and stay importable from here
-
 # %% ../../nbs/studies/datasets.ipynb #3d203291
-CIFAR10_URL, CIFAR10_MD5 = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz", "c32a1d4ab5d03f1284b67883e8d87530"
+CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
+CIFAR10_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
 # How the md5 of each official batch begins: enough to notice damage.
 CIFAR10_BATCHES = {"data_batch_1": "5dd7e06a", "data_batch_2": "5ea93a67", "data_batch_3": "942cd6a4",
                    "data_batch_4": "ae636b3b", "data_batch_5": "53f37980", "test_batch": "803d5f7f"}
@@ -61,38 +61,44 @@ def _cifar10_arrays(root: Path, download: bool) -> dict[str, np.ndarray]:
         write_npz(path, x_train=x, y_train=y, x_test=test[0], y_test=test[1])
     arrays = read_npz(path)
     for part in ("train", "test"):
-        x, y = arrays.get(f"x_{part}"), arrays.get(f"y_{part}")
-        if x is None or y is None or x.dtype != np.uint8 or x.shape[1:] != (3, 32, 32) or y.shape != x.shape[:1] or y.dtype.kind not in "iu" or set(y.tolist()) != set(range(10)):
-            raise ValueError(f"{path}: x_{part} and y_{part} must be uint8 images [N, 3, 32, 32] and labels [N] with all of 0 to 9; delete the file and it is made anew")
+        x, y = (arrays.get(f"{name}_{part}", np.empty(0)) for name in "xy")  # the types of an empty one are wrong
+        images = x.dtype == np.uint8 and x.shape[1:] == (3, 32, 32)
+        if not images or y.shape != x.shape[:1] or y.dtype.kind not in "iu" or set(y.tolist()) != set(range(10)):
+            raise ValueError(
+                f"{path}: x_{part} and y_{part} must be uint8 images [N, 3, 32, 32] and labels [N] with all of 0 to 9; "
+                "delete the file and it is made anew"
+            )
     return arrays
 
 
-def _scaled(x: np.ndarray, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    "uint8 images as float32, standardised by channel."
-    mean, std = (torch.tensor(v)[:, None, None] for v in (mean, std))
-    return torch.from_numpy(np.ascontiguousarray(x)).float().div_(255).sub_(mean).div_(std)
+def _data(
+    x: np.ndarray, y: Tensor, hand: np.ndarray, mean: Sequence[float] = CIFAR_MEAN, std: Sequence[float] = CIFAR_STD
+) -> Data:
+    "The samples of a client: of uint8 images those with the numbers in its hand, standardised by channel."
+    center, scale = (torch.tensor(v)[:, None, None] for v in (mean, std))
+    return Data(torch.from_numpy(np.ascontiguousarray(x[hand])).float().div_(255).sub_(center).div_(scale), y[hand])
 
 
-def _balanced(y: np.ndarray, n: int, rng: torch.Generator, what: str) -> np.ndarray:
-    "The numbers of n samples, by chance but with classes as equal as can be; in increasing order."
-    if not 10 <= n <= len(y):
-        raise ValueError(f"{n} {what} are asked for in all; allowed are 10, one for each class, to {len(y)}, which are there")
+def _balanced(x: np.ndarray, y: np.ndarray, n: int, rng: torch.Generator, what: str) -> tuple[np.ndarray, Tensor]:
+    "n images and their labels, by chance but with classes as equal as can be; in the order that they had."
+    require(10 <= n <= len(y), f"number of {what}", f"from 10, one for each class, to {len(y)}, all there are", n)
     order = torch.randperm(len(y), generator=rng).numpy()
     rank = np.empty(len(y), int)  # how many of its class come before it
     for c in np.unique(y):
         rank[order[y[order] == c]] = np.arange((y == c).sum())
-    return np.sort(order[np.argsort(rank[order], kind="stable")[:n]])
+    chosen = np.sort(order[np.argsort(rank[order], kind="stable")[:n]])
+    return x[chosen], torch.from_numpy(y[chosen].astype(np.int64))
 
 # %% ../../nbs/studies/datasets.ipynb #cf565ca0
 def _follow(y: np.ndarray, counts: np.ndarray, rng: torch.Generator) -> list[np.ndarray]:
-    "Deal samples with labels y equally, each client's labels in the proportions of its row of counts, as nearly as can be."
+    "Deal samples equally, each client's labels in the proportions of its row of counts, as nearly as can be."
     n_clients, classes = counts.shape
-    there = np.bincount(y, minlength=classes)
+    stock = np.bincount(y, minlength=classes)
     wish = counts / counts.sum(1, keepdims=True) * (len(y) // n_clients)
-    wish *= np.minimum(1, there / np.maximum(wish.sum(0), 1e-9))  # nobody gets what is not there
+    wish *= np.minimum(1, stock / np.maximum(wish.sum(0), 1e-9))  # wishes for a class add up to its samples at most
     deal = np.floor(wish + 1e-9).astype(int)
-    need, left = len(y) // n_clients - deal.sum(1), there - deal.sum(0)
-    fractions = wish - deal + 1e-6 * torch.rand(wish.shape, generator=rng).numpy()  # chance decides between equals
+    need, left = len(y) // n_clients - deal.sum(1), stock - deal.sum(0)
+    fractions = wish - deal + 1e-6 * torch.rand(wish.shape, generator=rng).numpy()  # equal ones in random order
     for i, c in zip(*np.unravel_index(np.argsort(-fractions, axis=None), wish.shape), strict=True):
         if need[i] and left[c]:
             deal[i, c], need[i], left[c] = deal[i, c] + 1, need[i] - 1, left[c] - 1
@@ -107,30 +113,32 @@ def _follow(y: np.ndarray, counts: np.ndarray, rng: torch.Generator) -> list[np.
 # %% ../../nbs/studies/datasets.ipynb #47757b22
 def cifar10(
     root: str | Path, # folder with cifar10.npz or cifar-10-batches-bin/, or where to download it to
-    n_clients: int = 1000, # C
+    n_clients: int = 1000, # C, number of clients
     alpha: float = 1000.0, # concentration of the labels; the paper has 1000, 1, 0.5 and 0.1
-    seed: int = 0, # of everything
+    seed: int = 0, # seed of all draws
     size: int = 50, # training images a client, 20% of them for validation
     test_size: int = 10, # test images a client, from CIFAR-10's test set
-    download: bool = True, # if it is not there
+    download: bool = True, # whether to download what is missing
 ) -> list[Client]: # cifar10-0, cifar10-1, ...
     "CIFAR-10 dealt to clients by Dir(alpha); a client's test labels follow its training labels."
     arrays = _cifar10_arrays(Path(root), download)
-    chosen = {part: _balanced(arrays[f"y_{part}"], n_clients * each, generator(seed, "cifar10", part), f"{part} images (n_clients x {each})")
-              for part, each in (("train", size), ("test", test_size))}
-    x, y = ({part: arrays[f"{name}_{part}"][chosen[part]] for part in chosen} for name in "xy")
-    hands = {"train": [hand.numpy() for hand in lda_partition(torch.from_numpy(y["train"]), n_clients, alpha, seed)]}
-    counts = np.stack([np.bincount(y["train"][hand], minlength=10) for hand in hands["train"]])
-    hands["test"] = _follow(y["test"], counts, generator(seed, "cifar10", "deal the test images"))
+    (x, y), (x_test, y_test) = [
+        _balanced(arrays[f"x_{part}"], arrays[f"y_{part}"], n_clients * each, generator(seed, "cifar10", part),
+                  f"{part} images (n_clients * {each})")
+        for part, each in (("train", size), ("test", test_size))
+    ]
+    hands = [hand.numpy() for hand in lda_partition(y, n_clients, alpha, seed)]
+    counts = np.stack([np.bincount(y[hand], minlength=10) for hand in hands])
+    test_hands = _follow(y_test.numpy(), counts, generator(seed, "cifar10", "deal the test images"))
     clients = []
-    for i in range(n_clients):
-        rest, test = (Data(_scaled(x[part][hand], CIFAR_MEAN, CIFAR_STD), torch.from_numpy(y[part][hand]).long()) for part, hand in ((part, hands[part][i]) for part in chosen))
-        train, val = split(rest, 0.2, generator(seed, "validation split", f"cifar10-{i}"))
-        clients.append(Client(f"cifar10-{i}", train, val, test))
+    for i, (hand, test_hand) in enumerate(zip(hands, test_hands, strict=True)):
+        train, val = split(_data(x, y, hand), 0.2, generator(seed, "validation split", f"cifar10-{i}"))
+        clients.append(Client(f"cifar10-{i}", train, val, _data(x_test, y_test, test_hand)))
     return clients
 
 # %% ../../nbs/studies/datasets.ipynb #3133fed4
-CIFAR10C_URL, CIFAR10C_MD5 = "https://zenodo.org/records/2535967/files/CIFAR-10-C.tar", "56bf5dcef84df0e2308c6dcbcbbd8499"
+CIFAR10C_URL = "https://zenodo.org/records/2535967/files/CIFAR-10-C.tar"
+CIFAR10C_MD5 = "56bf5dcef84df0e2308c6dcbcbbd8499"
 
 
 def _cifar10c_arrays(folder: Path, kind: str, severity: int) -> tuple[np.ndarray, np.ndarray]:
@@ -140,25 +148,27 @@ def _cifar10c_arrays(folder: Path, kind: str, severity: int) -> tuple[np.ndarray
             raise FileNotFoundError(f"{path} is not there; {folder} must hold the files of {CIFAR10C_URL}")
     x, y = load_npy(folder / f"{kind}.npy"), load_npy(folder / "labels.npy")
     if x.dtype != np.uint8 or x.shape[1:] != (32, 32, 3) or y.shape != x.shape[:1] or len(y) % 5:
-        raise ValueError(f"{folder / kind}.npy has shape {x.shape} and type {x.dtype}, labels.npy shape {y.shape}; the official files have uint8 images [N, 32, 32, 3] and labels [N], five severities one after the other")
+        raise ValueError(
+            f"{folder / kind}.npy has shape {x.shape} and type {x.dtype}, labels.npy shape {y.shape}; the official "
+            "files have uint8 images [N, 32, 32, 3] and labels [N], five severities one after the other"
+        )
     n = len(y) // 5
     return x[(severity - 1) * n:severity * n], np.array(y[(severity - 1) * n:severity * n])
 
 # %% ../../nbs/studies/datasets.ipynb #c1dcbf2f
 def cifar10c(
-    root: str | Path, # folder with CIFAR-10-C/, or where to download it to; own=True wants cifar10's files there instead
+    root: str | Path, # folder with CIFAR-10-C/, or where to download it to; with own=True folder with cifar10's files
     clients_each: int = 25, # clients a corruption
     alpha: float = 1000.0, # concentration of the labels
-    seed: int = 0, # of everything
+    seed: int = 0, # seed of all draws
     size: int | None = None, # images a client; None deals out all 10,000 of a corruption
     severity: int = 3, # 1 to 5
-    corruptions: Sequence[str] = CORRUPTIONS, # the domains
-    own: bool = False, # our own corruptions of CIFAR-10's test images instead of the official files
-    download: bool = True, # if it is not there
+    corruptions: Sequence[str] = CORRUPTIONS, # names of the corruptions, which are the domains
+    own: bool = False, # make our own corruptions of CIFAR-10's test images instead of reading the official files
+    download: bool = True, # whether to download what is missing
 ) -> list[Client]: # fog-0, fog-1, ..., or own-fog-0, ...; sorted by domain
     "CIFAR-10-C: each corruption a domain, dealt to its clients by Dir(alpha)."
-    if severity not in range(1, 6):
-        raise ValueError(f"severity is {severity!r}; allowed are 1 to 5")
+    require_choice("severity", severity, range(1, 6))
     folder = Path(root) / "CIFAR-10-C"
     if own:
         arrays = _cifar10_arrays(Path(root), download)
@@ -166,47 +176,54 @@ def cifar10c(
         fetch(CIFAR10C_URL, CIFAR10C_MD5, Path(root), folder, download)
     clients = []
     for kind in corruptions:
-        x, y = (arrays["x_test"], arrays["y_test"]) if own else _cifar10c_arrays(folder, kind, severity)
-        chosen = _balanced(y, len(y) if size is None else clients_each * size, generator(seed, "cifar10c", kind), f"{kind} images (clients_each x size)")
-        x, y = x[chosen], torch.from_numpy(y[chosen].astype(np.int64))
-        x = corrupt(torch.from_numpy(x), kind, severity, seed).numpy() if own else x.transpose(0, 3, 1, 2)
+        images, labels = (arrays["x_test"], arrays["y_test"]) if own else _cifar10c_arrays(folder, kind, severity)
+        n = len(labels) if size is None else clients_each * size
+        x, y = _balanced(images, labels, n, generator(seed, "cifar10c", kind), f"{kind} images (clients_each * size)")
         domain = f"own-{kind}" if own else kind
+        if own:
+            x = corrupt(torch.from_numpy(x), cast(Corruption, kind), severity, seed).numpy()
+        else:
+            x = x.transpose(0, 3, 1, 2)
         for i, hand in enumerate(lda_partition(y, clients_each, alpha, generator(seed, "deal", kind).initial_seed())):
-            clients.append(make_client(f"{domain}-{i}", Data(_scaled(x[hand.numpy()], CIFAR_MEAN, CIFAR_STD), y[hand]), domain, seed))
+            clients.append(make_client(f"{domain}-{i}", _data(x, y, hand.numpy()), domain, seed))
     return clients
 
 # %% ../../nbs/studies/datasets.ipynb #56243ef7
-_OFFICE = ("backpack", "bike", "calculator", "headphones", "keyboard", "laptop", "monitor", "mouse", "mug", "projector")
-OFFICE_CLASSES = {name: i for i, name in enumerate(_OFFICE)} | {"back_pack": 0, "laptop_computer": 5} # the last two are FedBN's names
-OFFICE_DOMAINS = {"amazon": ("amazon",), "caltech": ("caltech", "caltech10"), "dslr": ("dslr",), "webcam": ("webcam",)} # names of the folders
-DOMAINNET_CLASSES = {name: i for i, name in enumerate(("bird", "feather", "headphones", "ice_cream", "teapot", "tiger", "whale", "windmill", "wine_glass", "zebra"))}
+_OFFICE = "backpack bike calculator headphones keyboard laptop monitor mouse mug projector".split()
+_DOMAINNET = "bird feather headphones ice_cream teapot tiger whale windmill wine_glass zebra".split()
+# The last two names of Office-Caltech-10 are FedBN's. Domains have the names that their folders may have.
+OFFICE_CLASSES = {name: i for i, name in enumerate(_OFFICE)} | {"back_pack": 0, "laptop_computer": 5}
+OFFICE_DOMAINS = {"amazon": ("amazon",), "caltech": ("caltech", "caltech10"), "dslr": ("dslr",), "webcam": ("webcam",)}
+DOMAINNET_CLASSES = {name: i for i, name in enumerate(_DOMAINNET)}
 DOMAINNET_DOMAINS = {name: (name,) for name in ("clipart", "infograph", "painting", "quickdraw", "real", "sketch")}
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 # %% ../../nbs/studies/datasets.ipynb #832b5ca8
-def _domain_clients(root: str | Path, folder: str, domains: dict[str, Sequence[str]], classes: dict[str, int],
-                    clients_each: int, alpha: float, seed: int, pixels: int, size: int | None = None) -> list[Client]:
+def _domain_clients(root: str | Path, folder: str, domains: Mapping[str, Sequence[str]], classes: dict[str, int],
+                    clients_each: int, alpha: float, seed: int, pixels: int, size: int | None) -> list[Client]:
     "Clients of several domains, all cut to the size of the smallest, each dealt by Dir(alpha)."
-    if pixels < 1:
-        raise ValueError(f"pixels is {pixels}; allowed are numbers from 1 on")
+    require(pixels >= 1, "pixels", ">= 1", pixels)
     base = Path(root) / folder
     files = {domain: find_images(base, names, classes) for domain, names in domains.items()}
-    n = smallest = min(map(len, files.values()))
-    if size is not None and not 1 <= (n := clients_each * size) <= smallest:
-        raise ValueError(f"{clients_each} clients with {size} images each need {n} of every domain; allowed are 1 to {smallest}, what the smallest has")
+    smallest = min(map(len, files.values()))
+    n = smallest if size is None else clients_each * size
+    require(1 <= n <= smallest, "clients_each * size", f"from 1 to {smallest}, the images of the smallest domain", n)
     clients = []
-    for domain, found in files.items():
-        drawn = [found[i] for i in sorted(torch.randperm(len(found), generator=generator(seed, folder, domain))[:n].tolist())]
+    for domain, images in files.items():
+        order = torch.randperm(len(images), generator=generator(seed, folder, domain))
+        drawn = [images[i] for i in sorted(order[:n].tolist())]
         paths, y = [path for path, _ in drawn], torch.tensor([label for _, label in drawn])
-        x = cached(Path(root) / "cache" / f"{folder}-{domain}-{pixels}px-{n}-seed{seed}.npz", key(paths, pixels), partial(decode, paths, pixels, f"{folder}: {domain}"))
+        cache = Path(root) / "cache" / f"{folder}-{domain}-{pixels}px-{n}-seed{seed}.npz"
+        x = cached(cache, key(paths, pixels), partial(decode, paths, pixels, f"{folder}: {domain}"))
         for i, hand in enumerate(lda_partition(y, clients_each, alpha, generator(seed, "deal", domain).initial_seed())):
-            clients.append(make_client(domain if clients_each == 1 else f"{domain}-{i}", Data(_scaled(x[hand.numpy()], IMAGENET_MEAN, IMAGENET_STD), y[hand]), domain, seed))
+            name = domain if clients_each == 1 else f"{domain}-{i}"
+            clients.append(make_client(name, _data(x, y, hand.numpy(), IMAGENET_MEAN, IMAGENET_STD), domain, seed))
     return clients
 
 
 def office(
     root: str | Path, # folder with office_caltech_10/, in which is <domain>/<class>/<image>, or FedBN's lists
-    seed: int = 0, # of everything
+    seed: int = 0, # seed of all draws
     pixels: int = 224, # width and height to which images are resized
     size: int | None = None, # images a client; None is as many as the smallest domain has
 ) -> list[Client]: # amazon, caltech, dslr, webcam
@@ -218,17 +235,18 @@ def domainnet(
     root: str | Path, # folder with DomainNet/, in which is <domain>/<class>/<image>, or FedBN's lists
     clients_each: int = 25, # clients a domain
     alpha: float = 1000.0, # concentration of the labels
-    seed: int = 0, # of everything
+    seed: int = 0, # seed of all draws
     pixels: int = 224, # width and height to which images are resized
     size: int | None = None, # images a client; None deals out as many of each domain as the smallest has
 ) -> list[Client]: # clipart-0, clipart-1, ...; sorted by domain
     "DomainNet: six styles of FedBN's ten classes, each dealt to its clients by Dir(alpha)."
-    return _domain_clients(root, "DomainNet", DOMAINNET_DOMAINS, DOMAINNET_CLASSES, clients_each, alpha, seed, pixels, size)
+    kinds, classes = DOMAINNET_DOMAINS, DOMAINNET_CLASSES
+    return _domain_clients(root, "DomainNet", kinds, classes, clients_each, alpha, seed, pixels, size)
 
 # %% ../../nbs/studies/datasets.ipynb #d8774dd5
 SPEECH_CLASSES = ("yes", "no", "up", "down", "left", "right", "on", "off", "stop", "go", "unknown", "silence")
 RATE = 16_000 # samples a second
-MIN_CLIPS = 5 # of a speaker who can be a client: fewer leave nothing to split
+MIN_CLIPS = 5 # clips that a speaker needs to be a client: fewer leave nothing to split
 
 
 def _second(samples: np.ndarray, start: int = 0) -> np.ndarray:
@@ -242,7 +260,7 @@ def _mel(seconds: np.ndarray, mels: int) -> np.ndarray:
     from torchaudio.transforms import MelSpectrogram
 
     power = MelSpectrogram(RATE, n_fft=480, hop_length=160, n_mels=mels)(torch.from_numpy(seconds))
-    # Mean and SD over 800 clips of training speakers, with 40 bands: constants, so that no client's numbers depend on another's.
+    # Mean and SD over 800 clips of training speakers, with 40 bands: constants, so no client depends on another.
     return (((power + 1e-6).log() + 6.9) / 5.0)[:, None].numpy()
 
 # %% ../../nbs/studies/datasets.ipynb #8b95352c
@@ -251,9 +269,13 @@ def _speakers(folder: Path) -> tuple[dict[str, list[Path]], dict[str, list[Path]
     held = set()
     for name in ("validation_list.txt", "testing_list.txt"):
         if not (folder / name).exists():
-            raise FileNotFoundError(f"{folder / name} is not there; {folder} must hold Speech Commands v0.02: <word>/<speaker>_nohash_<n>.wav, _background_noise_/, validation_list.txt and testing_list.txt")
+            raise FileNotFoundError(
+                f"{folder / name} is not there; {folder} must hold Speech Commands v0.02: "
+                "<word>/<speaker>_nohash_<n>.wav, _background_noise_/, validation_list.txt and testing_list.txt"
+            )
         held |= {line.split("/")[-1].split("_nohash_")[0] for line in (folder / name).read_text().split()}
-    train, later = {}, {}
+    train: dict[str, list[Path]] = {}
+    later: dict[str, list[Path]] = {}
     for path in sorted(folder.glob("*/*_nohash_*.wav")):
         speaker = path.name.split("_nohash_")[0]
         (later if speaker in held else train).setdefault(speaker, []).append(path)
@@ -268,15 +290,18 @@ def _silence(folder: Path) -> list[np.ndarray]:
     return [read_wav(path, RATE) for path in paths]
 
 
-def _speaker_client(speaker: str, paths: Sequence[Path], noise: Sequence[np.ndarray], cache: Path, mels: int, seed: int) -> Client:
+def _speaker_client(
+    speaker: str, paths: Sequence[Path], noise: Sequence[np.ndarray], cache: Path, mels: int, seed: int
+) -> Client:
     "A speaker's clips, and a tenth as many of silence."
-    x = cached(cache / f"{speaker}.npz", key(paths, mels), lambda: _mel(np.stack([_second(read_wav(path, RATE)) for path in paths]), mels))
+    words = cached(cache / f"{speaker}.npz", key(paths, mels),
+                   lambda: _mel(np.stack([_second(read_wav(path, RATE)) for path in paths]), mels))
     y = [SPEECH_CLASSES.index(word) if (word := path.parent.name) in SPEECH_CLASSES[:10] else 10 for path in paths]
     rng, cuts = generator(seed, "silence", speaker), []
     for _ in range(max(round(len(paths) / 10), 1)):
         recording = noise[int(torch.randint(len(noise), (), generator=rng))]
         cuts.append(_second(recording, int(torch.randint(max(len(recording) - RATE, 0) + 1, (), generator=rng))))
-    x = torch.from_numpy(np.concatenate([x, _mel(np.stack(cuts), mels)]))
+    x = torch.from_numpy(np.concatenate([words, _mel(np.stack(cuts), mels)]))
     return make_client(speaker, Data(x, torch.tensor(y + [11] * len(cuts))), seed=seed)
 
 # %% ../../nbs/studies/datasets.ipynb #e11daecf
@@ -284,29 +309,39 @@ def speech(
     root: str | Path, # folder with SpeechCommands/speech_commands_v0.02/, or where to download it to
     n_seen: int = 250, # speakers of the training list, those with the most clips
     n_unseen: int = 50, # speakers of the validation and test lists, by chance
-    seed: int = 0, # of everything
-    download: bool = True, # if it is not there: 2.3 GB
+    seed: int = 0, # seed of all draws
+    download: bool = True, # whether to download what is missing: 2.3 GB
     mels: int = 40, # mel bands, the height of the spectrograms
 ) -> tuple[list[Client], list[Client]]: # seen and unseen; x is [N, 1, mels, 101], y one of SPEECH_CLASSES
     "Speech Commands v0.02 with 12 classes, one client a speaker."
     folder = Path(root) / "SpeechCommands" / "speech_commands_v0.02"
     if not folder.exists():
         if not download:
-            raise FileNotFoundError(f"{folder} is not there; download=True gets it, or unpack speech_commands_v0.02.tar.gz there yourself")
+            raise FileNotFoundError(
+                f"{folder} is not there; download=True gets it, or unpack speech_commands_v0.02.tar.gz there yourself"
+            )
         from torchaudio.datasets import SPEECHCOMMANDS
 
         Path(root).mkdir(parents=True, exist_ok=True)
         try:
             SPEECHCOMMANDS(root, url="speech_commands_v0.02", download=True)
         except (OSError, RuntimeError) as error:  # no network, a full disk, a wrong checksum
-            raise FileNotFoundError(f"{folder} is not there and could not be downloaded ({error}); unpack speech_commands_v0.02.tar.gz there yourself") from error
-    pools = [{speaker: paths for speaker, paths in pool.items() if len(paths) >= MIN_CLIPS} for pool in _speakers(folder)]
-    for name, wanted, pool, where in zip(("n_seen", "n_unseen"), (n_seen, n_unseen), pools, ("the training list", "the validation and test lists"), strict=True):
-        if not 0 <= wanted <= len(pool):
-            raise ValueError(f"{name} is {wanted}; allowed are 0 to {len(pool)}, the speakers of {where} with at least {MIN_CLIPS} clips in {folder}")
-    seen = sorted(pools[0], key=lambda speaker: (-len(pools[0][speaker]), speaker))[:n_seen]
-    order = sorted(pools[1])
-    unseen = [order[i] for i in torch.randperm(len(order), generator=generator(seed, "unseen speakers"))[:n_unseen]]
+            raise FileNotFoundError(
+                f"{folder} is not there and could not be downloaded ({error}); "
+                "unpack speech_commands_v0.02.tar.gz there yourself"
+            ) from error
+    train, later = ({speaker: clips for speaker, clips in pool.items() if len(clips) >= MIN_CLIPS}
+                    for pool in _speakers(folder))
+    for name, n, pool, source in (
+        ("n_seen", n_seen, train, "the training list"),
+        ("n_unseen", n_unseen, later, "the validation and test lists"),
+    ):
+        most = f"{len(pool)}, the speakers of {source} with at least {MIN_CLIPS} clips in {folder}"
+        require(0 <= n <= len(pool), name, f"from 0 to {most}", n)
+    seen = sorted(train, key=lambda speaker: (-len(train[speaker]), speaker))[:n_seen]
+    order = torch.randperm(len(later), generator=generator(seed, "unseen speakers"))
+    unseen = [sorted(later)[i] for i in order[:n_unseen]]
     noise, cache = _silence(folder), Path(root) / "cache" / f"speech-{mels}mels"
-    clients = {speaker: _speaker_client(speaker, (pools[0] | pools[1])[speaker], noise, cache, mels, seed) for speaker in tqdm(seen + unseen, "speakers", leave=False, delay=1)}
+    clients = {speaker: _speaker_client(speaker, (train | later)[speaker], noise, cache, mels, seed)
+               for speaker in tqdm(seen + unseen, "speakers", leave=False, delay=1)}
     return [clients[s] for s in seen], [clients[s] for s in unseen]

@@ -8,13 +8,13 @@ from pathlib import Path
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
+from fedl2p import Config, FedL2P, pretrain
 from fedl2p.analysis import records
 from fedl2p.core import write_json
 from fedl2p.digits import digits_federation, small_cnn
 from fedl2p.flower import Nodes, Privacy, client_app
-from fedl2p.learner import Config, FedL2P
-from fedl2p.pretraining import pretrain
-from fedl2p.runner import bar
+from fedl2p.pretraining import Recipe
+from fedl2p.runner import Runner, bar
 
 
 def load(context: Context):
@@ -32,11 +32,13 @@ def main(grid: Grid, context: Context) -> None:
     out.mkdir(parents=True, exist_ok=True)
     nodes = Nodes(grid, run["timeout"], Privacy(run["noise"], run["clip"]) if run["noise"] else None)
     clients = nodes.clients(run["nodes"], run["timeout"], out / "clients.json")
-    model = pretrain(small_cnn(), clients, fraction=run["fraction"], rounds=run["pretraining-rounds"], checkpoint=out / "pretraining.safetensors", track=bar, ask=nodes)
+    runner = Runner(transport=nodes, progress=bar)
+    recipe = Recipe(rounds=run["pretraining-rounds"], fraction=run["fraction"])
+    model = pretrain(small_cnn(), clients, recipe, runner, out / "pretraining.safetensors")
     config = Config(lr=0.01, epochs=run["epochs"], rounds=run["rounds"], fraction=run["fraction"], estimator=run["estimator"])
-    learner = FedL2P(model, config).fit(clients, out, ask=nodes)
+    learner = FedL2P(model, config).fit(clients, out, runner)
     if nodes.privacy:  # the best round was chosen by exact losses, which would give away what the noise hides
         learner.metanets.load_state_dict(learner.last)
     learner.save(out / "policy.safetensors")
-    write_json(out / "scores.json", records("FedL2P", "seen", learner.score(clients, ask=nodes)))
+    write_json(out / "scores.json", records("fedl2p", "seen", learner.score(clients, Runner(transport=nodes))))
     write_json(out / "traffic.json", nodes.traffic)

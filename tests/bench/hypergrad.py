@@ -16,18 +16,18 @@ import warnings
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
 from fedl2p.bn import beta_buffers, bn_layers, mix_bn
 from fedl2p.digits import digits, fit, small_cnn
-from fedl2p.hypergrad import descend, fomaml, gradient, ift, unrolled
+from fedl2p.hypergrad import NeumannDiverges, descend, fomaml, gradient, ift, unrolled
 
-warnings.simplefilter("ignore", RuntimeWarning)  # psi = 0.1 is too large for these networks; here we only measure
+warnings.simplefilter("ignore", NeumannDiverges)  # psi = 0.1 is too large for these networks; here we only measure
 
 
-def pretrained(name: str, folder: Path) -> nn.Module:
+def pretrained(name: str, folder: Path) -> tuple[nn.Module, Tensor, Tensor]:
     """A network that knows digits, trained once and kept in `folder` for the processes that measure memory."""
     x, y = digits()
     if name == "small":
@@ -80,28 +80,28 @@ def cases(name: str, folder: Path) -> dict:
     loss_on, weights, hyper = setting(name, folder)
     train_loss, val_loss = loss_on(5), loss_on(40)
     short = descend([loss_on(0), loss_on(1)], weights, hyper)
-    found = {
+    runs = {
         "gradient": lambda: gradient(val_loss, weights, hyper),
         "fomaml": lambda: fomaml(short, train_loss, val_loss, hyper),
     }
     for terms in (1, 3, 10) if name == "small" else (3,):
         for hvp in ("exact", "central", "forward"):
-            found[f"ift Q={terms} {hvp}"] = lambda terms=terms, hvp=hvp: ift(short, train_loss, val_loss, hyper, terms=terms, hvp=hvp)
+            runs[f"ift Q={terms} {hvp}"] = lambda terms=terms, hvp=hvp: ift(short, train_loss, val_loss, hyper, terms=terms, hvp=hvp)
     for n in (4, 16, 64) if name == "small" else (4, 9):
         steps = [loss_on(i % 20) for i in range(n)]
         for label, every in (("all kept", 1), ("sqrt kept", math.isqrt(n))):
-            found[f"unrolled {n} steps, {label}"] = lambda s=steps, e=every: unrolled(descend(s, weights, hyper, e), train_loss, val_loss, hyper)
+            runs[f"unrolled {n} steps, {label}"] = lambda s=steps, e=every: unrolled(descend(s, weights, hyper, e), train_loss, val_loss, hyper)
         if name == "small" or n == 4:
-            found[f"naive graph {n} steps"] = lambda s=steps: naive(s, weights, val_loss, hyper)
+            runs[f"naive graph {n} steps"] = lambda s=steps: naive(s, weights, val_loss, hyper)
         if name == "small":
-            found[f"unrolled {n} steps, last 2"] = lambda s=steps, n=n: unrolled(descend(s, weights, hyper, n // 2), train_loss, val_loss, hyper, last=2)
-    return found
+            runs[f"unrolled {n} steps, last 2"] = lambda s=steps, n=n: unrolled(descend(s, weights, hyper, n // 2), train_loss, val_loss, hyper, last=2)
+    return runs
 
 
 def peak_memory(name: str, folder: Path, case: str) -> float:
     """Megabytes that one case needs above what its process had before it."""
-    found = cases(name, folder)
-    found[case]()  # what libraries load and allocate on first use is not the estimator's
+    runs = cases(name, folder)
+    runs[case]()  # what libraries load and allocate on first use is not the estimator's
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # Linux: start the peak anew
 
@@ -109,7 +109,7 @@ def peak_memory(name: str, folder: Path, case: str) -> float:
         return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024
 
     before = peak()
-    found[case]()
+    runs[case]()
     return peak() - before
 
 
@@ -129,21 +129,21 @@ def cosine(a, b) -> float:
 def table(name: str) -> None:
     with tempfile.TemporaryDirectory() as tmp:
         folder = Path(tmp)
-        found = cases(name, folder)
-        memory, one = {}, seconds(found["gradient"], 15)
-        for case in found:  # first, while this process is small
+        runs = cases(name, folder)
+        memory, one = {}, seconds(runs["gradient"], 15)
+        for case in runs:  # first, while this process is small
             done = subprocess.run([sys.executable, __file__, name, tmp, case], capture_output=True, text=True)
             memory[case] = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else math.nan
         print(f"\n{name}, batch 32, {torch.get_num_threads()} thread(s): one gradient takes {one:.3f} s and {memory['gradient']:.0f} MB\n")
         print("| estimator | time in gradients | peak memory, MB | cosine to exact, beta | eta |\n|---|---|---|---|---|")
-        for case, run in found.items():
+        for case, run in runs.items():
             # Gradients before and behind each row: the machine's speed may change in between.
             repeats = 1 if name == "resnet18" and "steps" in case else 5
-            base, took, again = seconds(found["gradient"], 5), seconds(run, repeats), seconds(found["gradient"], 5)
+            base, took, again = seconds(runs["gradient"], 5), seconds(run, repeats), seconds(runs["gradient"], 5)
             ratio = took / ((base + again) / 2)
             cosines = ["", ""]
             if case.startswith("ift"):
-                exact, here = found[" ".join(case.split()[:2]) + " exact"](), run()
+                exact, here = runs[" ".join(case.split()[:2]) + " exact"](), run()
                 cosines = [f"{cosine({k: here[k]}, {k: exact[k]}):.4f}" for k in ("beta", "eta")]
             print(f"| {case} | {ratio:.1f} | {memory[case]:.0f} | {cosines[0]} | {cosines[1]} |", flush=True)
 
