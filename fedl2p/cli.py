@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import tyro
@@ -88,13 +89,18 @@ def run(
     settings: Run,
 ) -> None:
     "Run a study of the paper, or what is left of it, and show its table."
+    if missing := _filled(settings, run_study):
+        raise OSError("\n".join(f"{dataset} is left out: {why}" for dataset, why in missing.items()))
+
+
+def _filled(settings: Run, work: Callable[[Run, Progress], dict[str, str]]) -> dict[str, str]:
+    "Fill in the cells of a study, and show its table."
     start = time.time()
     with progress() as bars:
-        missing = run_study(settings, bars)
+        missing = work(settings, bars)
     table(settings.study, settings.scale, settings.out, settings.methods)
     print(f"{time.time() - start:.0f} s; results are in {settings.out}")
-    if missing:
-        raise OSError("\n".join(f"{dataset} is left out: {why}" for dataset, why in missing.items()))
+    return missing
 
 
 def flower(
@@ -105,11 +111,7 @@ def flower(
     os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")  # Flower reads it when it is imported
     from fedl2p.studies.simulation import simulate_study
 
-    start = time.time()
-    with progress() as bars:
-        simulate_study(settings, timeout, bars)
-    table(settings.study, settings.scale, settings.out, settings.methods)
-    print(f"{time.time() - start:.0f} s; results are in {settings.out}")
+    _filled(settings, partial(simulate_study, timeout=timeout))
 
 
 def table(

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Estimator', 'Learn', 'Keep', 'Config', 'policy', 'hypergradient', 'untrained', 'with_state', 'profile_of', 'Step',
-           'tune', 'slopes', 'move', 'meta_steps', 'learn_client', 'describe_client', 'Result', 'personal_profile',
-           'score_strategies', 'validate_strategies', 'score_policy', 'score_all', 'l2p_client', 'l2p_passes']
+           'tune', 'move', 'meta_steps', 'learn_client', 'describe_client', 'Result', 'personal_profile',
+           'score_strategies', 'score_policy', 'score_all', 'l2p_client', 'l2p_passes']
 
 # %% ../nbs/09_client.ipynb #5a40d512
 import math
@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .bn import bn_mode
 from .core import State, device_of, evaluating, generator, require, require_choice
@@ -186,31 +186,22 @@ def tune(
         return step._replace(val_loss=loss(tuned.path.end, step.hyper).item())
 
 # %% ../nbs/09_client.ipynb #82f2decd
-def slopes(
+def move(
     model: nn.Module, # pretrained, as returned by `mix_bn`
     config: Config,
-    step: Step, # from `tune`
+    metanets: MetaNets, # lambda, changed in place
+    step: Step, # from `tune`, under these meta-nets
     val: Data, # validation samples for L_V
-) -> Hyper:
-    "The hypergradient of a step."
-    buffers = dict(step.tuned.buffers)
+) -> None:
+    "Lambda goes a step down the hypergradient."
+    buffers, strategy = dict(step.tuned.buffers), step.strategy
     train_loss, val_loss = (loss_on(model, batch, buffers, training=False) for batch in (step.fresh, lambda: val))
     with evaluating(model), bn_mode(model, "mix"):
-        return hypergradient(config)(step.tuned.path, train_loss, val_loss, step.hyper)
-
-
-def move(
-    metanets: MetaNets, # lambda, changed in place
-    config: Config,
-    strategy: Strategy, # that these meta-nets made
-    slope: Hyper, # hypergradient of the strategy
-) -> None:
-    "A step of lambda down the hypergradient."
-    zeta = {"bn_net": config.meta_lr_bn, "lr_net": config.meta_lr_lr, "eta_scale": config.meta_lr_scale}
-    outputs: dict[str, Tensor] = {"beta": strategy.beta, "eta": strategy.eta}
-    learned = {name: value for name, value in outputs.items() if value.requires_grad}
+        slope = hypergradient(config)(step.tuned.path, train_loss, val_loss, step.hyper)
+    learned = [(t, slope[name]) for name, t in (("beta", strategy.beta), ("eta", strategy.eta)) if t.requires_grad]
     metanets.zero_grad()
-    torch.autograd.backward(list(learned.values()), [slope[name] for name in learned])
+    torch.autograd.backward(*zip(*learned, strict=True))
+    zeta = {"bn_net": config.meta_lr_bn, "lr_net": config.meta_lr_lr, "eta_scale": config.meta_lr_scale}
     with torch.no_grad():
         for name, p in metanets.named_parameters():
             if p.grad is not None:  # it has none where its meta-net is not learned
@@ -230,7 +221,7 @@ def meta_steps(
     for k, part in enumerate(batches(len(client.val), passes, config.batch_size, generator(*key, "validation"))):
         step = tune(model, config, policy(metanets, known, config), client, generator(*key, "training", k))
         yield step
-        move(metanets, config, step.strategy, slopes(model, config, step, client.val[part]))
+        move(model, config, metanets, step, client.val[part])
 
 # %% ../nbs/09_client.ipynb #1642e050
 def learn_client(
@@ -292,37 +283,21 @@ def personal_profile(
     return profile_of(model, config, data, (config.seed, "personalize", id))
 
 
-def _scores(
-    model: nn.Module, config: Config, strategies: dict[str, Strategy], client: Client, held_out: bool
-) -> dict[str, Score]:
-    "Scores of one client; validation samples are not needed for the test, but used if there are some."
-    needed = ["train", *["val"] * bool(len(client.val) or not held_out), *["test"] * held_out]
-    check(client, model, needed)
-    numbers = partial(generator, config.seed, "personalize", client.id)
-    return {name: score_client(model, s, client, config.tuning, numbers(), held_out) for name, s in strategies.items()}
-
-
 def score_strategies(
     model: nn.Module, # as returned by `mix_bn`
     config: Config, # how long to fine-tune
     strategies: dict[str, Strategy], # by name
     client: Client,
     number: int = 0, # not used
+    held_out: bool = True, # judge on test samples; False judges on validation samples, to choose by
 ) -> dict[str, Result]: # by the same names
-    "One client under several strategies, judged on its test samples."
-    scores = _scores(model, config, strategies, client := client.to(device_of(model)), True)
-    return {name: Result(client.id, client.domain, score, strategies[name]) for name, score in scores.items()}
-
-
-def validate_strategies(
-    model: nn.Module, # as returned by `mix_bn`
-    config: Config, # how long to fine-tune
-    strategies: dict[str, Strategy], # by name
-    client: Client,
-    number: int = 0, # not used
-) -> dict[str, Score]: # by the same names
-    "One client under several strategies, judged on its validation samples."
-    return _scores(model, config, strategies, client.to(device_of(model)), False)
+    "One client under several strategies."
+    client = client.to(device_of(model))
+    # Validation samples are not needed for the test, but used if there are some.
+    check(client, model, ["train", *["val"] * bool(len(client.val) or not held_out), *["test"] * held_out])
+    numbers = partial(generator, config.seed, "personalize", client.id)
+    return {name: Result(client.id, client.domain, score_client(model, s, client, config.tuning, numbers(), held_out), s)
+            for name, s in strategies.items()}
 
 # %% ../nbs/09_client.ipynb #7742ffae
 def score_policy(

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from fedl2p.client import (
     score_policy,
     untrained,
 )
-from .core import State, device_of, generator, load_tensors, write_file
+from .core import Json, State, device_of, generator, load_tensors, write_file
 from .data import Client, Data, check
 from .federated import Round, fedavg
 from .finetune import as_module, finetune
@@ -47,7 +47,7 @@ class FedL2P:
         config: Config = Config(),  # noqa: B008, frozen
     ):
         self.model = model if bn_layers(model) else mix_bn(model, verbose=False)
-        self.config, self.history = config, list[dict[str, Any]]()
+        self.config, self.history = config, list[Json]()
         self.metanets = untrained(self.model, config)
         self.last = State()  # lambda after the last round, which need not be the best
 
@@ -120,9 +120,9 @@ def _samples(model: nn.Module, client: Client | Data) -> tuple[Data, str]:
     return data, id
 
 # %% ../nbs/10_learner.ipynb #94679742
-def _record(r: Round) -> dict[str, Any]:
+def _record(r: Round) -> Json:
     "A round as plain numbers."
-    reports, means = list(r.reports.values()), dict[str, Any]()
+    reports, means = list(r.reports.values()), Json()
     for name in ("val_loss", "start_loss", "beta", "eta"):
         if values := [report[name] for report in reports if name in report]:
             means[name] = torch.tensor(values, dtype=torch.float64).mean(0).tolist()
@@ -133,7 +133,7 @@ def _record(r: Round) -> dict[str, Any]:
     return {"round": r.number, "val_loss": None, **means, "clients": list(r.reports), "failed": failed, "diverging": diverging}
 
 
-def _loss(record: dict[str, Any]) -> float:
+def _loss(record: Json) -> float:
     "By which the best lambda is chosen."
     return float("inf") if record["val_loss"] is None else record["val_loss"] - record.get("start_loss", 0.0)
 
@@ -143,7 +143,7 @@ class Course(NamedTuple):
 
     now: State # lambda
     best: State # lambda with the lowest loss
-    history: list[dict[str, Any]] # records of the rounds
+    history: list[Json] # records of the rounds
 
     def after(self, r: Round) -> "Course":
         "One round later; the losses of a round are those of the lambda that was sent out."
@@ -157,7 +157,7 @@ class Course(NamedTuple):
         return bool(losses) and len(losses) - 1 - losses.index(min(losses)) >= patience
 
 # %% ../nbs/10_learner.ipynb #3fde9b11
-def _keep(folder: Path, settings: dict, course: Course) -> None:
+def _keep(folder: Path, settings: Json, course: Course) -> None:
     "Write a course into a folder."
     # Copies: the best may be the last, and the file holds each tensor by its own name.
     tensors = {f"{k}.{name}": t.clone() for k in ("now", "best") for name, t in getattr(course, k).items()}
@@ -165,7 +165,7 @@ def _keep(folder: Path, settings: dict, course: Course) -> None:
     write_file(folder / "rounds.jsonl", "".join(json.dumps(line) + "\n" for line in course.history).encode())
 
 
-def _restore(folder: Path | None, settings: dict, device: torch.device) -> Course | None:
+def _restore(folder: Path | None, settings: Json, device: torch.device) -> Course | None:
     "The course in a folder, if there is one."
     path = None if folder is None else folder / "checkpoint.safetensors"
     if (checkpoint := load_checkpoint(path, settings, asdict(Config()))) is None:
@@ -189,10 +189,6 @@ def _standardise(learner: FedL2P, clients: Sequence[Client], runner: Runner) -> 
     metanets.deviation.copy_(torch.where(differs, deviation, 1.0))
 
 # %% ../nbs/10_learner.ipynb #26663a09
-def _same(first: State, second: State) -> bool:
-    return all(torch.equal(first[name], t) for name, t in second.items())
-
-
 def _fit(learner: FedL2P, clients: Sequence[Client], folder: Path | None, runner: Runner) -> None:
     "What `FedL2P.fit` does."
     model, config = learner.model, learner.config
@@ -216,7 +212,8 @@ def _fit(learner: FedL2P, clients: Sequence[Client], folder: Path | None, runner
                 break
     learner.history, learner.last = course.history, course.now
     learner.metanets.load_state_dict(course.best)
-    if _same(course.best, start) and not _same(course.now, start):
+    kept, still = (all(torch.equal(lam[k], t) for k, t in start.items()) for lam in (course.best, course.now))
+    if kept and not still:
         message = ("the lowest validation loss was that of the meta-nets at their start, and so they are as they were; "
                    "each round asks other clients: more rounds, or a larger fraction, may tell better")
         warnings.warn(message, RuntimeWarning, stacklevel=3)

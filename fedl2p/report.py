@@ -30,7 +30,7 @@ from fedl2p.analysis import (
     sparsity,
 )
 from .clusters import KEYS, ari_table, plot_maps, spread_table
-from .core import Table, write_file
+from .core import Json, Table, write_file
 from .studies.runs import METHODS, learned_by
 from .studies.tables import accuracy_table, condition_of, label, read_cell, summarise
 
@@ -41,12 +41,17 @@ class Case:
 
     title: str
     records: list[Record] # of all methods, pools and seeds
-    rounds: dict[tuple[str, int], list[dict[str, Any]]] # (label of the method, seed) -> rounds
+    rounds: dict[tuple[str, int], list[Json]] # (label of the method, seed) -> rounds
     layers: dict[str, list] # see `fedl2p.analysis.layers_of`
-    settings: dict[str, Any]
-    machine: dict[str, Any] # versions and hardware
+    settings: Json
+    machine: Json # versions and hardware
     main: str # id of the method that the pictures are about
     notes: tuple[str, ...] = () # what else is to be said
+
+    @property
+    def name(self) -> str:
+        "Label of the main method."
+        return METHODS.get(self.main, self.main)
 
     def of(self, method: str, pool: str | None = None) -> list[Record]:
         "Records of one method, of the first seed that the main method has."
@@ -55,7 +60,7 @@ class Case:
         return [r for r in mine if pool in (None, r["pool"])]
 
 
-def _case(title: str, cells: Sequence[dict[str, Any]]) -> Case:
+def _case(title: str, cells: Sequence[Json]) -> Case:
     "The case of some cells of one condition."
     order = {method: i for i, method in enumerate(METHODS)}
     cells = sorted(cells, key=lambda c: order.get(c["method"], len(order)))
@@ -75,7 +80,7 @@ def cases(
     folder: str | Path, # results of a demo or of studies, or a part of them
 ) -> list[Case]:
     "What a folder holds."
-    folder, groups = Path(folder), dict[str, list[dict[str, Any]]]()
+    folder, groups = Path(folder), dict[str, list[Json]]()
     for path in sorted(folder.rglob("*-seed*.json")):
         cell = read_cell(path)
         groups.setdefault(f"{label(condition_of(cell))}, scale {cell['scale']}", []).append(cell)
@@ -113,7 +118,7 @@ def _gains(case: Case) -> list:
         if not by_client or base == case.main:
             continue
         mean, error = mean_gain(by_client)
-        name = f"{METHODS.get(case.main, case.main)} less {METHODS[base]}"
+        name = f"{case.name} less {METHODS[base]}"
         over = f"(mean and standard error over {len(by_client)} clients)"
         parts.append(f"{name}, {pool} clients: {mean:+.1f} ± {error:.1f} points {over}.")
         if any(g.points for g in by_client):
@@ -128,12 +133,10 @@ def _learning(case: Case) -> list:
     "The course of learning."
     if not case.rounds:
         return []
-    main = METHODS.get(case.main, case.main)
     parts: list = [("Did the validation loss fall?", plot_learning(case.rounds))]
-    history = next((h for (method, _), h in case.rounds.items() if method == main), [])
+    history = next((h for (method, _), h in case.rounds.items() if method == case.name), [])
     if any("beta" in r for r in history):
-        question = f"Which way did the strategies go? {main}, first seed"
-        parts.append((question, plot_course(history, case.layers)))
+        parts.append((f"Which way did the strategies go? {case.name}, first seed", plot_course(history, case.layers)))
     rounds = [r for h in case.rounds.values() for r in h]
     failed = sum(len(r.get("failed", ())) for r in rounds)
     return [*parts, f"{len(rounds)} rounds in all; clients that failed in a round: {failed}.", *_bytes(case)]
@@ -160,7 +163,7 @@ def _strategies(case: Case) -> list:
     after, before = case.of(case.main, "seen"), case.of(START, "seen")
     if not after or "eta" not in after[0] or not case.layers["eta"]:
         return []
-    figure = plot_strategies(after, case.layers, before, f"{METHODS.get(case.main, case.main)}, first seed")
+    figure = plot_strategies(after, case.layers, before, f"{case.name}, first seed")
     parts: list = [("How does each layer come out, and does it differ between clients?", figure)]
     if "sizes" not in case.layers:
         return [*parts, "How many parameters the tensors have was not recorded, so sparsity cannot be said."]
@@ -251,7 +254,7 @@ def _slug(text: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
 
 
-def _part(part: Any, pictures: dict[str, bytes], name: str) -> dict[str, Any]:
+def _part(part: Any, pictures: dict[str, bytes], name: str) -> Json:
     "A part of a section for the page; a picture is also put under `name` into `pictures`."
     if isinstance(part, Table):
         return {"table": part}
@@ -275,7 +278,7 @@ def page(
     import matplotlib
 
     pictures: dict[str, bytes] = {}
-    chapters: list[dict[str, Any]] = []
+    chapters: list[Json] = []
     with matplotlib.rc_context({"backend": "agg", "text.parse_math": False}):
         for group in groups:
             sections = {}

@@ -1,20 +1,35 @@
-"""The command line: options that are wrong or unknown, its help, its progress in a log."""
+"""The command line: options that are wrong or unknown, its help, its tables, its progress in a log."""
+
+import sys
 
 import pytest
 
-from fedl2p.cli import main, plain_lines
+from fedl2p.cli import main, plain_lines, show
+from fedl2p.core import Table, markdown
 
 
 @pytest.mark.parametrize("wrong, words", [
-    (["--clients", "7"], "clients is 7"), (["--alpha", "0"], "alpha is 0.0"), (["--seeds", "1", "1"], "seeds is (1, 1)"), (["--seeds"], "seeds is ()"), (["--workers", "0"], "workers is 0"),
-    (["--rounds", "0"], "rounds is 0"), (["--device", "tpu"], "device is 'tpu'"), (["--seed", "3"], "takes its seeds from --seeds"), (["--fraction", "2"], "fraction is 2.0"), (["--unseen", "-5"], "unseen -5"), (["--seeds", "-1"], "seeds is (-1,)"), (["--lr", "0"], "lr is 0.0")])
+    (["--clients", "7"], "clients must be a multiple of 5, got 7"),
+    (["--unseen", "-5"], "unseen must be 0 or a multiple of 5, got -5"),
+    (["--alpha", "0"], "alpha must be > 0 and finite, got 0.0"),
+    (["--seeds", "1", "1"], "seeds must be different whole numbers >= 0, at least one, got (1, 1)"),
+    (["--seeds"], "seeds must be different whole numbers >= 0, at least one, got ()"),
+    (["--seeds", "-1"], "seeds must be different whole numbers >= 0, at least one, got (-1,)"),
+    (["--seed", "3"], "seed must be left out (the demo has --seeds), got 3"),
+    (["--workers", "0"], "workers must be >= 1, got 0"),
+    (["--pretraining-rounds", "0"], "pretraining_rounds must be >= 1, got 0"),
+    (["--rounds", "0"], "rounds must be >= 1, got 0"),
+    (["--device", "tpu"], "device must be one of auto, ... here, got 'tpu'"),
+    (["--fraction", "2"], "fraction must be in (0, 1], got 2.0"),
+    (["--lr", "0"], "lr must be > 0 and finite, got 0.0"),
+])
 def test_wrong_options_are_explained_and_leave_nothing(wrong, words, tmp_path, capsys):
     try:
         code = main(["demo", "--out", str(tmp_path / "out"), *wrong])
     except SystemExit as stop:  # tyro's way
         code = stop.code
     said = " ".join(capsys.readouterr().err.split())
-    assert code in (1, 2) and words in said and "Traceback" not in said
+    assert code in (1, 2) and all(part in said for part in words.split("...")) and "Traceback" not in said
     assert not (tmp_path / "out").exists()
 
 
@@ -37,3 +52,14 @@ def test_help_explains_every_option(capsys):
 def test_lines_for_a_log(capsys):
     assert list(plain_lines(iter("abc"), "x", 103, 100)) == list("abc")
     assert capsys.readouterr().err.splitlines() == ["x: 103/103"]
+
+
+def test_a_table_is_markdown_in_a_file_and_drawn_in_a_terminal(capsys, monkeypatch):
+    table = Table(["method", "accuracy"], [["none", "25.0 ± 7.1"], ["FT (BN C)", "**60.0**"]], notes=["A note."])
+    show(table)
+    assert capsys.readouterr().out == markdown(table) + "\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    show(table)
+    drawn = capsys.readouterr().out
+    assert all(text in drawn for text in ("method", "accuracy", "none", "25.0 ± 7.1", "FT (BN C)", "60.0", "A note."))
+    assert "**" not in drawn and "---:" not in drawn

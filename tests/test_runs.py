@@ -14,22 +14,28 @@ import pytest
 from fedl2p.checkpoint import fingerprint
 from fedl2p.cli import main
 from fedl2p.core import write_json
-from fedl2p.learner import Config
+from fedl2p.studies import runs
 from fedl2p.studies.published import TABLES, Condition
 from fedl2p.studies.runs import (
+    GRID,
     LEARNED,
-    OURS,
+    OUR_METHODS,
+    Cell,
     Machine,
     Run,
     cells,
-    choose_rates,
+    choose_rate,
     columns,
     conditions,
+    drawn,
+    federation,
+    job_of,
+    learned_by,
     pretrained,
     run_cell,
     run_study,
 )
-from fedl2p.studies.tables import results, table
+from fedl2p.studies.tables import collect, results, study_table
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,16 @@
-"""Tables of results: numbers by hand, and nothing to show."""
+"""Tables of results: numbers by hand, cells of older versions, and nothing to show."""
 
 import math
 
+import pytest
+
 from fedl2p.cli import main
-from fedl2p.core import write_json
+from fedl2p.core import markdown, write_json
 from fedl2p.studies.published import Condition
-from fedl2p.studies.runs import (
-    Cell,
-)
-from fedl2p.studies.tables import collect, comparison, markdown, results, summarise, table
+from fedl2p.studies.runs import Cell
+from fedl2p.studies.tables import accuracy_table, collect, comparison, read_cell, results, study_table, summarise
+
+SPEECH = Condition("speech", None, 5, "fedavg")
 
 
 def test_table_before_any_result(tmp_path, capsys):
@@ -17,27 +19,76 @@ def test_table_before_any_result(tmp_path, capsys):
     assert not (tmp_path / "none").exists()
 
 
+def write_cell(out, method, seed, rights, condition=SPEECH, **more):
+    """A cell with two clients in each pool, of 10 samples each; `rights`: pool -> how many of each client's are right."""
+    path = Cell(condition, method, seed).path(out, "small")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    about = {k: v for k, v in condition._asdict().items() if k != "pool"} | {"method": method, "seed": seed, "scale": "small"}
+    cost = {"seconds": 1.0, "pretraining_seconds": 0.0, "differs": "made up", "machine": {"device": "cpu", "cores": 2}}
+    clients = [{"client": f"c{i}", "pool": pool, "domain": "", "n": 10, "right": right}
+               for pool, counts in rights.items() for i, right in enumerate(counts)]
+    write_json(path, {**about, **({"pools": list(rights)} if rights else {}), "clients": clients, **cost, **more})
+    return path
+
+
 def test_table_numbers(tmp_path):
     """Means and deviations by hand; a diverged seed; seeds of different pools."""
-    row = Condition("speech", None, 5, "fedavg")
-    gone = {"seen": None, "unseen": None}
-    values = {("ft-c", 0): {"seen": 0.5, "unseen": 0.4}, ("ft-c", 1): {"seen": 0.7, "unseen": 0.4}, ("fedl2p", 0): gone, ("fedl2p", 1): gone, ("none", 0): {"seen": 0.2, "unseen": 0.1}, ("none", 1): {"seen": 0.3, "unseen": 0.1}, ("ft-i-best", 1): {"seen": 0.9, "unseen": 0.9}}
-    for (method, seed), accuracy in values.items():
-        path = Cell(row, method, seed).path(tmp_path, "small")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        about = {k: v for k, v in row._asdict().items() if k != "pool"}
-        clients = [{"client": f"c{i}", "pool": pool, "domain": "", "n": 10, "accuracy": value + 0.1 * i} for pool, value in accuracy.items() for i in (0, 1) if value]
-        write_json(path, {**about, "method": method, "seed": seed, "accuracy": accuracy, "clients": clients, "seconds": 1.0, "pretraining_seconds": 0.0, "differs": "made up", "machine": {"device": "cpu", "cores": 2}})
-    found = collect(list(results(tmp_path, "small")))
-    assert found[row]["ft-c"] == {0: 50.0, 1: 70.0} and found[row._replace(pool="unseen")]["ft-c"] == {0: 40.0, 1: 40.0}
-    assert all(math.isnan(found[row._replace(pool=pool)]["fedl2p"][0]) for pool in ("seen", "unseen"))
-    text = table("speech", "small", tmp_path)
+    gone = {"seen": [], "unseen": []}
+    rights = {
+        ("ft-c", 0): {"seen": [4, 6], "unseen": [3, 5]}, ("ft-c", 1): {"seen": [6, 8], "unseen": [3, 5]},
+        ("fedl2p", 0): gone, ("fedl2p", 1): gone,
+        ("none", 0): {"seen": [1, 3], "unseen": [0, 2]}, ("none", 1): {"seen": [2, 4], "unseen": [0, 2]},
+        ("ft-i-best", 1): {"seen": [8, 10], "unseen": [8, 10]},
+    }
+    for (method, seed), counts in rights.items():
+        write_cell(tmp_path, method, seed, counts)
+    by_condition, unseen = collect(results(tmp_path, "small")), SPEECH._replace(pool="unseen")
+    assert by_condition[SPEECH]["ft-c"] == {0: 50.0, 1: 70.0} and by_condition[unseen]["ft-c"] == {0: 40.0, 1: 40.0}
+    assert all(math.isnan(by_condition[condition]["fedl2p"][0]) for condition in (SPEECH, unseen))
+    text = markdown(study_table("speech", "small", tmp_path))
     assert "| 5 | seen | ours | 25.0 ± 7.1 | **60.0 ± 14.1** | — | — | — | diverges | 90.0 (1) |" in text
     assert "| 5 | unseen | ours | 10.0 ± 0.0 | **40.0 ± 0.0** |" in text
     assert "87.77 ± 0.47" in text  # the paper's, right below, as printed
-    assert "| speech, fedavg, e 5 | +35.0 ± 0.0 | 2 |" in comparison("speech", "small", tmp_path, "ft-c", ("none",))  # (30 + 40) / 2 on both clients
+    by_pairs = comparison("speech", "small", tmp_path, "ft-c", ("none",))
+    assert "| speech, fedavg, e 5 | +35.0 ± 0.0 | 2 |" in markdown(by_pairs)  # (30 + 40) / 2 on both clients
+
+
+def test_cells_of_older_versions(tmp_path):
+    """They hold the share of right answers instead of their number, and accuracies instead of the names of pools."""
+    old = {"seen": 0.5, "unseen": 0.4}
+    clients = [{"client": "c0", "pool": pool, "domain": "", "n": 7, "accuracy": accuracy}
+               for pool, accuracy in (("seen", 0.428571), ("unseen", 0.857143))]  # 3 and 6 of 7, with six digits
+    path = write_cell(tmp_path, "ft-c", 2, {}, accuracy=old, clients=clients)
+    cell = read_cell(path)
+    assert [(r["right"], r["n"], r["method"], r["seed"]) for r in cell["clients"]] == [(3, 7, "ft-c", 2), (6, 7, "ft-c", 2)]
+    assert not any("accuracy" in r for r in cell["clients"])
+    by_condition = collect(results(tmp_path, "small"))
+    assert by_condition[SPEECH] == {"ft-c": {2: pytest.approx(300 / 7)}}
+    assert by_condition[SPEECH._replace(pool="unseen")] == {"ft-c": {2: pytest.approx(600 / 7)}}
+    write_cell(tmp_path, "fedl2p", 2, {}, accuracy={"seen": None, "unseen": None}, diverged="all clients failed")
+    assert math.isnan(collect(results(tmp_path, "small"))[SPEECH]["fedl2p"][2])
+
+
+def test_clients_of_other_seeds_are_other_clients(tmp_path):
+    """Where each seed has clients of its own, no mean is taken over those that share a name."""
+    for seed in (0, 1):
+        write_cell(tmp_path, "ft-c", seed, {"seen": [4 + seed, 6]}, new_clients=True)
+        write_cell(tmp_path, "none", seed, {"seen": [4, 4]}, new_clients=True)
+    names = {r["client"] for cell in results(tmp_path, "small") for r in cell["clients"]}
+    assert names == {f"c{i} of seed {seed}" for i in (0, 1) for seed in (0, 1)}
+    [row] = comparison("speech", "small", tmp_path, "ft-c", ("none",)).rows
+    assert row == ["speech, fedavg, e 5", "+12.5 ± 4.8", "4"]  # of 0, 20, 10 and 20 points
+
+
+def test_a_row_of_a_method_has_a_value_for_each_seed():
+    rows = summarise([
+        {"method": "none", "pool": "seen", "seed": 0, "right": 1, "n": 2}, {"method": "none", "pool": "seen", "seed": 0, "right": 1, "n": 6},
+        {"method": "none", "pool": "seen", "seed": 1, "right": 2, "n": 2}, {"method": "none", "pool": "unseen", "seed": 1, "right": 0, "n": 2},
+    ])
+    assert rows == {"none": {"seen": [0.25, 1.0], "unseen": [0.0]}}
 
 
 def test_table_without_an_unseen_pool():
-    rows = summarise([[{"method": "A", "pool": "seen", "accuracy": 0.5, "n": 2}]])
-    assert markdown(rows).splitlines()[2] == "| A | 50.0 |"
+    rows = summarise([{"method": "A", "pool": "seen", "seed": 0, "right": 1, "n": 2}])
+    assert markdown(accuracy_table(rows)).splitlines()[2] == "| A | 50.0 |"
+    assert accuracy_table(rows, {"A": "a label"}).rows == [["a label", "50.0"]]

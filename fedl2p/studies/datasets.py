@@ -240,8 +240,9 @@ def domainnet(
     size: int | None = None, # images a client; None deals out as many of each domain as the smallest has
 ) -> list[Client]: # clipart-0, clipart-1, ...; sorted by domain
     "DomainNet: six styles of FedBN's ten classes, each dealt to its clients by Dir(alpha)."
-    kinds, classes = DOMAINNET_DOMAINS, DOMAINNET_CLASSES
-    return _domain_clients(root, "DomainNet", kinds, classes, clients_each, alpha, seed, pixels, size)
+    return _domain_clients(
+        root, "DomainNet", DOMAINNET_DOMAINS, DOMAINNET_CLASSES, clients_each, alpha, seed, pixels, size
+    )
 
 # %% ../../nbs/studies/datasets.ipynb #d8774dd5
 SPEECH_CLASSES = ("yes", "no", "up", "down", "left", "right", "on", "off", "stop", "go", "unknown", "silence")

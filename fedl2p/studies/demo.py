@@ -12,12 +12,11 @@ import warnings
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ..analysis import plot_accuracy, plot_learning, plot_strategies
 from ..checkpoint import changed
 from ..client import Config, Estimator
-from ..core import Table, load_or_make, markdown, pick_device, require, versions, write_file, write_json
+from ..core import Json, Table, load_or_make, markdown, pick_device, require, versions, write_file, write_json
 from ..digits import SHIFTS, digits_federation
 from ..runner import Progress, Runner, quiet
 from .published import Condition
@@ -80,7 +79,7 @@ def _label(method: str) -> str:
 # %% ../../nbs/studies/demo.ipynb #9cc8451b
 def open_folder(
     out: Path, # folder for results
-    settings: dict[str, Any], # settings of the run, as JSON
+    settings: Json, # settings of the run, as JSON
 ) -> None:
     "Make a result folder, or make sure that it belongs to a run with the same settings."
     config = out / "config.json"
@@ -119,7 +118,7 @@ def run_demo(
 
 def write_results(
     out: Path, # folder for results
-    cells: list[dict[str, Any]], # from `read_cell`
+    cells: list[Json], # from `read_cell`
 ) -> Table:
     "Table, records and plots of all cells in a folder."
     import matplotlib

@@ -33,11 +33,10 @@ from fedl2p.client import (
     profile_of,
     score_all,
     score_strategies,
-    validate_strategies,
     with_state,
 )
 from ..clusters import mean_strategy
-from ..core import device_of, generator, load_or_make, pick_device, require, require_choice, versions
+from ..core import Json, device_of, generator, load_or_make, pick_device, require, require_choice, versions
 from ..data import Client, Federation
 from ..federated import Diverged
 from ..finetune import GRID, baselines
@@ -64,7 +63,7 @@ OUR_METHODS = {
     "fedl2p-unrolled-mean": "FedL2P (exact hypergradient), mean inputs",
 }
 METHODS = {**PAPER_METHODS, **OUR_METHODS}  # id -> label, which appears only where something is printed
-LEARNED: dict[str, dict[str, Any]] = { # settings that make a variant of FedL2P
+LEARNED: dict[str, Json] = { # settings that make a variant of FedL2P
     "fedl2p": {},
     "fedl2p-fomaml": {"estimator": "fomaml"},
     "fedl2p-bn": {"learn": "bn"},
@@ -122,14 +121,11 @@ class Cell(NamedTuple):
     method: str # an id
     seed: int
 
-    def folder(self, out: Path, scale: str) -> Path:
-        "Folder of the condition."
-        c = self.condition
-        return Path(out) / c.dataset / scale / f"{_start_of(c.pretraining, c.alpha)}-e{c.epochs}"
-
     def path(self, out: Path, scale: str) -> Path:
         "File of the result."
-        return self.folder(out, scale) / f"{self.method}-seed{self.seed}.json"
+        c = self.condition
+        folder = Path(out) / c.dataset / scale / f"{_start_of(c.pretraining, c.alpha)}-e{c.epochs}"
+        return folder / f"{self.method}-seed{self.seed}.json"
 
 
 def _start_of(pretraining: str, alpha: float | None) -> str:
@@ -241,16 +237,16 @@ def choose_rate(
 ) -> float:
     "The rate of the grid with the most right answers in validation; the smaller one of two that are equal."
     strategies = {str(lr): baselines(model, lr)[method] for lr in GRID}
-    title = f"choosing the rate of {method}"
-    scores = score_all(validate_strategies, model, config, strategies, clients, runner, title)
-    return max(sorted(GRID), key=lambda lr: sum(by_rate[str(lr)].right for by_rate in scores))
+    work = partial(score_strategies, held_out=False)
+    scored = score_all(work, model, config, strategies, clients, runner, f"choosing the rate of {method}")
+    return max(sorted(GRID), key=lambda lr: sum(by_rate[str(lr)].score.right for by_rate in scored))
 
 # %% ../../nbs/studies/runs.ipynb #18855867
-def _results(job: Job, model: nn.Module, everybody: Federation) -> dict[str, Any]:
+def _results(job: Job, model: nn.Module, everybody: Federation) -> Json:
     "Right answers of all clients under the method of a cell, and what else is to be kept."
     method, seed, how, config = job.cell.method, job.cell.seed, job.how, job.config
     seen, folder = drawn(everybody.seen, how.scored, seed), job.path.with_suffix("")
-    clients, kept, more = [*seen, *everybody.unseen], dict[str, Any](), dict[str, Any]()
+    clients, kept, more = [*seen, *everybody.unseen], Json(), Json()
     if method == "l2p":
         return {"clients": _alone(job, model, seen, l2p_passes(config, len(everybody.seen)), folder)}
 
@@ -301,7 +297,7 @@ def _alone(job: Job, model: nn.Module, clients: list[Client], passes: int, folde
     return [r for path, group in parts.items() for r in load_or_make(path, partial(learn, group))]
 
 
-def _last(learner: FedL2P, client: Client) -> dict[str, Any]:
+def _last(learner: FedL2P, client: Client) -> Json:
     "The strategy of one client under the lambda of the last round: where learning was heading."
     model, config = learner.model, learner.config
     known = profile_of(model, config, client.to(device_of(model)).train, (config.seed, "last"))
@@ -334,7 +330,7 @@ def _same_start(job: Job, start: str) -> str:
     return start
 
 
-def _filled(job: Job) -> dict[str, Any]:
+def _filled(job: Job) -> Json:
     "The content of a cell, made now."
     start, cell, device = time.time(), job.cell, pick_device(job.machine.device)
     everybody = federation(job.how, cell.condition.alpha, job.data_seed)
@@ -348,15 +344,15 @@ def _filled(job: Job) -> dict[str, Any]:
             warnings.warn(f"{job.path.stem} has no result: {error}", RuntimeWarning, stacklevel=2)
             content = {"diverged": str(error), "clients": []}
     about = {k: v for k, v in cell.condition._asdict().items() if k != "pool"}
-    about |= {"method": cell.method, "seed": cell.seed, "scale": job.scale, "new_clients": job.how.new_clients}
-    about |= {"pools": ["seen", *["unseen"] * bool(everybody.unseen)]}
-    about |= {"seconds": round(time.time() - learning, 1), "pretraining_seconds": round(learning - start, 1)}
+    about |= {"method": cell.method, "seed": cell.seed, "scale": job.scale, "new_clients": job.how.new_clients,
+              "pools": ["seen", *["unseen"] * bool(everybody.unseen)],
+              "seconds": round(time.time() - learning, 1), "pretraining_seconds": round(learning - start, 1)}
     hardware = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
     machine = {**versions(), "device": hardware, "amp": job.machine.amp, "compile": job.machine.compile}
     return {**about, "start": who, "differs": job.how.differs, "settings": _settings(job), "machine": machine, **content}
 
 
-def _settings(job: Job) -> dict[str, Any]:
+def _settings(job: Job) -> Json:
     "All that the content of a cell depends on, as JSON."
     recipe = job.how.recipe and asdict(job.how.recipe)
     return {**asdict(job.config), "recipe": recipe, "scored": job.how.scored}
@@ -364,7 +360,7 @@ def _settings(job: Job) -> dict[str, Any]:
 
 def run_cell(
     job: Job,
-) -> dict[str, Any]: # as in its file
+) -> Json: # as in its file
     "The result of a cell, from its file or made now."
     if job.machine.amp and job.config.hvp != "exact" and (learned_by(job.cell.method) or job.cell.method == "l2p"):
         why = "differences of gradients in half precision are noise"

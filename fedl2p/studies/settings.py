@@ -70,7 +70,7 @@ def _cifar10(root: Path) -> list[Setting]:
     recipe = Recipe(rounds=500, epochs=1, fraction=0.1, augment="crop-flip")
     paper = Setting(
         clients=lambda alpha, seed: _federation(cifar10(root, 1000, alpha, seed, size=50, test_size=10)),
-        model=lambda seed: resnet18("cifar", seed=seed),
+        model=partial(resnet18, "cifar", 10),
         config=replace(PAPER, augment="crop-flip"),
         recipe=recipe,
     )
@@ -120,14 +120,14 @@ def _office(root: Path) -> list[Setting]:
     backbone = file if file.exists() else None
     paper = Setting(
         clients=lambda alpha, seed: _federation(office(root, seed, pixels=224)),
-        model=lambda seed: imagenet_resnet18(10, seed),
+        model=partial(imagenet_resnet18, 10),
         config=replace(PAPER, lr=1e-2, rounds=100, fraction=1.0, patience=100),
         recipe=None,
     )
     small = replace(
         paper,
         clients=lambda alpha, seed: _federation(office(root, seed, pixels=64)),
-        model=lambda seed: imagenet_resnet18(10, seed, backbone),
+        model=partial(imagenet_resnet18, 10, weights=backbone),
         config=replace(paper.config, rounds=5, hvp="forward"),
         differs=f"{'fp16-derived ImageNet backbone; ' if backbone else ''}images of 64 pixels a side; 5 rounds; "
         "second derivatives by differences",
@@ -164,7 +164,7 @@ def _speech(root: Path) -> list[Setting]:
     recipe = Recipe(rounds=500, epochs=1, fraction=0.1, final_lr=0.01)
     paper = Setting(
         clients=lambda alpha, seed: _federation(*speech(root, 250, 50, seed)),
-        model=lambda seed: resnet18("speech", 12, seed),
+        model=partial(resnet18, "speech", 12),
         config=replace(PAPER, lr=1e-2, rounds=100),
         recipe=recipe,
     )

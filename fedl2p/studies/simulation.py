@@ -38,9 +38,9 @@ def _load(run: Run, cell: Cell, context: Context) -> tuple[Client, nn.Module]:
 
 def simulate_study(
     run: Run, # methods that are left out are those of the study that FedL2P learns
-    timeout: float = 3600.0, # seconds that an answer may take
     progress: Progress = quiet, # shows how far it is
-) -> None:
+    timeout: float = 3600.0, # seconds that an answer may take
+) -> dict[str, str]: # nothing is missing, as in `run_study`
     "Fill in the cells that are missing, each with a simulation: the same scores as by `run_study`."
     for method in run.methods:
         require_choice("methods", method, LEARNED)  # baselines, and what needs everybody's inputs in one place, are not
@@ -55,6 +55,7 @@ def simulate_study(
         if not job.path.exists():
             app = client_app(partial(_load, run, cell), run.out / "models")
             simulate(partial(_serve, job, timeout, progress), app, len(everybody(job)), workers, gpus)
+    return {}
 
 
 def _serve(job: Job, timeout: float, progress: Progress, grid: Grid) -> None:

@@ -11,17 +11,16 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from ..analysis import Record, gains, mean_gain
-from ..core import Table, load_or_make
+from ..core import Json, Table, load_or_make
 from .published import TABLES, TITLES, Condition
 from .runs import METHODS, OUR_METHODS, columns, conditions
 
 # %% ../../nbs/studies/tables.ipynb #2e88de31
 def read_cell(
     path: Path, # file of a cell
-) -> dict[str, Any]: # its records name method and seed
+) -> Json: # its records name method and seed
     "The result of a cell; files that hold shares of right answers instead of counts are understood, too."
     cell = load_or_make(path, dict)
     for r in cell["clients"]:
@@ -36,13 +35,13 @@ def read_cell(
 def results(
     out: str | Path, # folder with results
     scale: str, # one of `SCALES`
-) -> list[dict[str, Any]]: # one for each cell
+) -> list[Json]: # one for each cell
     "All cells that are there."
     return [read_cell(path) for path in sorted(Path(out).glob(f"*/{scale}/*/*-seed*.json"))]
 
 
 def condition_of(
-    cell: dict[str, Any], # from `results`
+    cell: Json, # from `results`
     pool: str = "seen", # or unseen
 ) -> Condition:
     "The row of a table that a cell belongs to."
@@ -78,7 +77,7 @@ def summarise(
 
 
 def collect(
-    cells: Sequence[dict[str, Any]], # from `results`
+    cells: Sequence[Json], # from `results`
 ) -> Accuracies:
     "Accuracies of all seeds."
     by_condition: Accuracies = {}
@@ -172,7 +171,7 @@ def study_table(
     return Table(head, rows, len(keys) + 1, _notes(study, scale, counted))
 
 
-def _notes(study: str, scale: str, cells: Sequence[dict[str, Any]]) -> list[str]:
+def _notes(study: str, scale: str, cells: Sequence[Json]) -> list[str]:
     "What to know before comparing."
     about = (f"{TITLES[study]}. Test accuracy in percent: mean ± SD over the seeds that all columns of the paper have; "
              "in bold the best of ours in its row; (1), (2): other seeds, so many, not to be compared with the rest of "
@@ -229,7 +228,7 @@ def plot_table(
 
 # %% ../../nbs/studies/tables.ipynb #7cb27939
 def paired(
-    cells: Sequence[dict[str, Any]], # from `results`
+    cells: Sequence[Json], # from `results`
     condition: Condition,
     first: str, # id of a method
     second: str, # id of a method
