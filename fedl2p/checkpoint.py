@@ -61,7 +61,7 @@ def save_checkpoint(
 def load_checkpoint(
     path: str | Path | None, # file to read; None, or a file that is not there, is a new run
     settings: dict, # settings of this run
-    defaults: dict = {},  # noqa: B006; settings that did not exist when the file was written
+    defaults: dict = {},  # noqa: B006, settings that did not exist when the file was written
 ) -> tuple[State, dict] | None: # tensors and info, or None for a new run
     "Where a run of the same settings stands."
     if path is None or not Path(path).exists():

@@ -11,6 +11,7 @@ __all__ = ['Estimator', 'Learn', 'Keep', 'Config', 'policy', 'hypergradient', 'u
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 
 from .bn import bn_mode
-from .core import State, device_of, evaluating, generator, require, require_choice
+from .core import Json, State, device_of, evaluating, generator, require, require_choice
 from .data import Client, Data, check
 from .federated import Update
 from fedl2p.finetune import (
@@ -175,9 +176,9 @@ def tune(
     numbers: torch.Generator, # random numbers of this step
 ) -> Step:
     "Fine-tune for a hypergradient, and validate."
-    every = 0
-    if config.estimator == "unrolled":  # keep about as many weights as it later computes anew at a time
-        every = max(1, math.isqrt(config.epochs * math.ceil(len(client.train) / config.batch_size)))
+    steps = config.epochs * math.ceil(len(client.train) / config.batch_size)
+    # Keep about as many weights as `unrolled` later computes anew at a time.
+    every = math.isqrt(steps) if config.estimator == "unrolled" else 0
     tuned = finetune(model, strategy, client.train, config.tuning, numbers, full=True, every=every)
     part = torch.randperm(len(client.train), generator=numbers)[:config.batch_size]
     step = Step(strategy, tuned, batch_of(client.train, part, config.augment, numbers), math.nan)
@@ -198,9 +199,9 @@ def move(
     train_loss, val_loss = (loss_on(model, batch, buffers, training=False) for batch in (step.fresh, lambda: val))
     with evaluating(model), bn_mode(model, "mix"):
         slope = hypergradient(config)(step.tuned.path, train_loss, val_loss, step.hyper)
-    learned = [(t, slope[name]) for name, t in (("beta", strategy.beta), ("eta", strategy.eta)) if t.requires_grad]
+    learned = [name for name in slope if getattr(strategy, name).requires_grad]
     metanets.zero_grad()
-    torch.autograd.backward(*zip(*learned, strict=True))
+    torch.autograd.backward([getattr(strategy, name) for name in learned], [slope[name] for name in learned])
     zeta = {"bn_net": config.meta_lr_bn, "lr_net": config.meta_lr_lr, "eta_scale": config.meta_lr_scale}
     with torch.no_grad():
         for name, p in metanets.named_parameters():
@@ -239,13 +240,12 @@ def learn_client(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         first, *_ = meta_steps(model, config, metanets, client, config.meta_steps, key)
-    report: dict[str, Any] = {"val_loss": first.val_loss}
-    report |= {name: value.tolist() for name, value in first.hyper.items()}
+    report: Json = {"val_loss": first.val_loss, **{name: value.tolist() for name, value in first.hyper.items()}}
     report["diverging"] = sum(issubclass(w.category, NeumannDiverges) for w in caught)
     if config.keep == "paired":
         start = next(meta_steps(model, config, untrained(model, config, state), client, 1, key))
         report["start_loss"] = start.val_loss
-    return Update({name: t.detach() for name, t in metanets.state_dict().items()}, len(client.val), report)
+    return Update(metanets.state_dict(), len(client.val), report)
 
 
 def describe_client(
@@ -350,13 +350,13 @@ def l2p_client(
     check(client, model)
     config = replace(config, inputs="raw")  # there are no other clients to compare with
     metanets = untrained(model, config)
-    lowest, best = math.inf, {name: t.clone() for name, t in metanets.state_dict().items()}
+    lowest, best = math.inf, deepcopy(metanets.state_dict())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         try:
             for step in meta_steps(model, config, metanets, client, passes, (config.seed, "local", client.id)):
                 if step.val_loss < lowest:
-                    lowest, best = step.val_loss, {name: t.clone() for name, t in metanets.state_dict().items()}
+                    lowest, best = step.val_loss, deepcopy(metanets.state_dict())
         except FloatingPointError:  # it diverged; the best until then is kept
             pass
     return score_policy(model, config, best, client)

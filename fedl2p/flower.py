@@ -254,8 +254,7 @@ class Nodes:
         messages = [Message(RecordDict(c), node, kind, ttl=self.timeout) for node, c in contents.items()]
         replies = list(self.grid.send_and_receive(messages, timeout=self.timeout)) if messages else []
         nodes = {m.metadata.message_id: m.metadata.dst_node_id for m in messages}
-        to = [(nodes.get(reply.metadata.reply_to_message_id), reply) for reply in replies]
-        answers = {node: reply for node, reply in to if node is not None}
+        answers = {nodes[r.metadata.reply_to_message_id]: r for r in replies if r.metadata.reply_to_message_id in nodes}
         sent = sum(_size(m.content) for m in messages)
         received = sum(_size(r.content) for r in answers.values() if r.has_content())
         counts = {"messages": len(messages), "answers": len(answers), "sent": sent, "received": received}

@@ -9,6 +9,7 @@ __all__ = ['FedL2P', 'Course']
 import json
 import warnings
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import NamedTuple
@@ -85,8 +86,7 @@ class FedL2P:
         runner: Runner = Runner(),  # noqa: B008, frozen; who does the clients' work
     ) -> list[Result]: # of those that did not fail
         "Test accuracy of each client, personalized; one that fails is left out with a warning."
-        state = {name: t.detach() for name, t in self.metanets.state_dict().items()}
-        return score_all(score_policy, self.model, self.config, state, clients, runner)
+        return score_all(score_policy, self.model, self.config, self.metanets.state_dict(), clients, runner)
 
     def save(
         self,
@@ -128,9 +128,9 @@ def _record(r: Round) -> Json:
             means[name] = torch.tensor(values, dtype=torch.float64).mean(0).tolist()
     if any(failure.kind == "diverged" for failure in r.failed.values()):
         means["val_loss"] = None
-    failed = {id: failure.reason for id, failure in r.failed.items()}
-    diverging = sum(report["diverging"] for report in reports)
-    return {"round": r.number, "val_loss": None, **means, "clients": list(r.reports), "failed": failed, "diverging": diverging}
+    return {"round": r.number, "val_loss": None, **means, "clients": list(r.reports),
+            "failed": {id: failure.reason for id, failure in r.failed.items()},
+            "diverging": sum(report["diverging"] for report in reports)}
 
 
 def _loss(record: Json) -> float:
@@ -199,17 +199,17 @@ def _fit(learner: FedL2P, clients: Sequence[Client], folder: Path | None, runner
     course = _restore(folder, settings, device_of(model))
     if course is None and config.inputs == "standard":
         _standardise(learner, clients, runner)
-    start = {name: t.detach().clone() for name, t in learner.metanets.state_dict().items()}
+    start = deepcopy(learner.metanets.state_dict())
     course = course or Course(start, start, [])
     done, title = len(course.history), f"learning to personalize ({config.estimator})"
-    rounds = fedavg(learn_client, model, config, course.now, clients, config.rounds, config.fraction, config.seed, runner, done)
-    if not course.tired(config.patience):
-        for r in runner.progress(rounds, title, config.rounds, done):
-            course = course.after(r)
-            if folder is not None:
-                _keep(folder, settings, course)
-            if course.tired(config.patience):
-                break
+    total = done if course.tired(config.patience) else config.rounds
+    rounds = fedavg(learn_client, model, config, course.now, clients, total, config.fraction, config.seed, runner, done)
+    for r in runner.progress(rounds, title, total, done) if done < total else ():
+        course = course.after(r)
+        if folder is not None:
+            _keep(folder, settings, course)
+        if course.tired(config.patience):
+            break
     learner.history, learner.last = course.history, course.now
     learner.metanets.load_state_dict(course.best)
     kept, still = (all(torch.equal(lam[k], t) for k, t in start.items()) for lam in (course.best, course.now))

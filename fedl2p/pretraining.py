@@ -112,7 +112,7 @@ def pretrain(
     require(not bn_layers(model), "model", "as it was before mix_bn", type(model).__name__)
     who = fingerprint(model, *sorted(clients, key=lambda c: c.id))
     settings = {**asdict(recipe), "model and clients": who}
-    start = {k: v.detach().clone() for k, v in model.state_dict().items()}
+    start = model.state_dict()
     tensors, info = load_checkpoint(checkpoint, settings) or (start, {"round": 0})
     state, done, total = {k: t.to(start[k].device) for k, t in tensors.items()}, info["round"], recipe.rounds
     rounds = fedavg(train_client, model, recipe, state, clients, total, recipe.fraction, recipe.seed, runner, done)

@@ -64,7 +64,7 @@ def _case(title: str, cells: Sequence[Json]) -> Case:
     "The case of some cells of one condition."
     order = {method: i for i, method in enumerate(METHODS)}
     cells = sorted(cells, key=lambda c: order.get(c["method"], len(order)))
-    names = {c["method"]: METHODS.get(c["method"], c["method"]) for c in cells}
+    names: dict[str, str] = {c["method"]: METHODS.get(c["method"], c["method"]) for c in cells}
     records = [r for c in cells for r in c["clients"]]
     rounds = {(names[c["method"]], c["seed"]): c["rounds"] for c in cells if c.get("rounds")}
     policies = [c for c in cells if c["clients"] and learned_by(c["method"]) == c["method"] != "fedl2p-start"]

@@ -1,4 +1,4 @@
-"""`fedl2p demo`: killed and continued, interrupted, and its folder."""
+"""`fedl2p demo`: killed and continued, interrupted, and its folder, which is one of cells."""
 
 import json
 import os
@@ -15,13 +15,20 @@ import torch
 from safetensors.torch import load_file
 
 from fedl2p.cli import main
-from fedl2p.core import part
+from fedl2p.client import Config
+from fedl2p.core import load_or_make, write_json
 from fedl2p.finetune import GRID
-from fedl2p.learner import Config
-from fedl2p.studies.demo import Demo, open_folder, run_demo
+from fedl2p.studies.demo import Demo, jobs, open_folder, run_demo
+from fedl2p.studies.published import Condition
+from fedl2p.studies.tables import collect, condition_of, results, summarise
 
 SMALL = ["--seeds", "3", "--clients", "5", "--unseen", "5", "--rounds", "6", "--epochs", "1", "--fraction", "0.4", "--meta-steps", "1", "--pretraining-rounds", "8"]
-RESULTS = ["clients.jsonl", "table.md", "config.json", "seed-3/fedl2p-ift/rounds.jsonl", "seed-3/fedl2p-ift/policy.safetensors", "seed-3/fedl2p-fomaml/policy.safetensors", "seed-3/pretraining.safetensors"]
+PLAIN = ["none", "ft-c", "ft-g", "ft-i", "ft-c-best", "ft-g-best", "ft-i-best"]
+LEARNED = ["l2p", "fedl2p-start", "fedl2p-ift", "fedl2p-ift-mean", "fedl2p-fomaml", "fedl2p-fomaml-mean"]
+CELLS = Path("digits/small/fedavg-alpha0.5-e1")
+PRETRAINED = Path("digits/small/pretrained/fedavg-alpha0.5-seed3.safetensors")
+RESULTS = ["clients.jsonl", "table.md", "config.json", CELLS / "fedl2p-ift-seed3/rounds.jsonl"]
+TENSORS = [PRETRAINED, CELLS / "fedl2p-ift-seed3/policy.safetensors", CELLS / "fedl2p-fomaml-seed3/policy.safetensors"]
 
 
 def start(out: Path, *more: str) -> subprocess.Popen:
@@ -60,10 +67,14 @@ def unbroken(tmp_path_factory):
 
 
 def test_killed_at_any_moment_it_goes_on_to_the_same_numbers(unbroken, tmp_path):
-    """A real SIGKILL in pretraining, between parts, and in the middle of learning; then the end."""
+    """A real SIGKILL in pretraining, between cells, and in the middle of learning; then the end."""
     out = tmp_path / "killed"
-    learning = out / "seed-3" / "fedl2p-ift" / "rounds.jsonl"
-    moments = [lambda: (out / "seed-3" / "pretraining.safetensors").exists(), lambda: (out / "seed-3" / "baselines.json").exists(), lambda: learning.exists() and len(learning.read_text().splitlines()) >= 3]
+    learning = out / CELLS / "fedl2p-ift-seed3" / "rounds.jsonl"
+    moments = [
+        (out / PRETRAINED).exists,
+        (out / CELLS / "ft-i-best-seed3.json").exists,
+        lambda: learning.exists() and len(learning.read_text().splitlines()) >= 3,
+    ]
     for ready in moments:
         process = start(out)
         wait_for(process, ready)
@@ -74,21 +85,25 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_numbers(unbroken, tmp_path)
     process = start(out)
     said, log = process.communicate(timeout=300)
     assert process.returncode == 0, log
-    assert f"learning to personalize (ift): {rounds_before}/6" not in log  # rounds that were done are not run again
+    title = "digits fedavg-alpha0.5 e1 seed 3: fedl2p-ift"
+    assert f"{title}: 6/6" in log
+    assert not any(f"{title}: {n}/6" in log for n in range(rounds_before + 1))  # rounds that were done are not run again
     for name in RESULTS:
-        ours, theirs = out / name, unbroken[0] / name
-        if name.endswith(".safetensors"):  # the order of a header differs from run to run, the tensors may not
-            ours, theirs = load_file(ours), load_file(theirs)
-            assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours), name
-        else:
-            assert ours.read_bytes() == theirs.read_bytes(), name
+        assert (out / name).read_bytes() == (unbroken[0] / name).read_bytes(), name
+    for name in TENSORS:  # the order of a header differs from run to run, the tensors may not
+        ours, theirs = load_file(out / name), load_file(unbroken[0] / name)
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours), name
+    for method in PLAIN + LEARNED:
+        ours, theirs = (json.loads((folder / CELLS / f"{method}-seed3.json").read_text()) for folder in (out, unbroken[0]))
+        timed = {"seconds", "pretraining_seconds"}
+        assert ours.keys() == theirs.keys() and all(ours[k] == theirs[k] for k in ours.keys() - timed), method
     assert not list(out.rglob("*.part"))
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for left-over processes in /proc")
 def test_ctrl_c_says_how_to_go_on_and_leaves_no_process(tmp_path):
     process = start(tmp_path / "out")
-    wait_for(process, (tmp_path / "out" / "seed-3" / "pretraining.safetensors").exists)
+    wait_for(process, (tmp_path / "out" / PRETRAINED).exists)
     os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to the workers, too
     said, log = process.communicate(timeout=60)
     assert process.returncode == 130, log
@@ -107,7 +122,7 @@ def assert_ends(session: int) -> None:
 @pytest.mark.parametrize("gap", [0.1, 0.5])
 def test_ctrl_c_twice_does_not_hang(tmp_path, gap):
     process = start(tmp_path / "out")
-    wait_for(process, (tmp_path / "out" / "seed-3" / "pretraining.safetensors").exists)
+    wait_for(process, (tmp_path / "out" / PRETRAINED).exists)
     os.killpg(process.pid, signal.SIGINT)
     time.sleep(gap)
     try:
@@ -123,21 +138,36 @@ def test_the_folder(unbroken):
     out, said = unbroken
     table, _, seeds = (out / "table.md").read_text().partition("\n\n")
     assert table in said and seeds.endswith("over the seeds 3.\n") and "FT (BN I), best rate" in table
-    found = [json.loads(line) for line in (out / "clients.jsonl").read_text().splitlines()]
-    assert {r["method"] for r in found} >= {"no fine-tuning", "L2P", "FedL2P, ift", "FedL2P, fomaml"}
-    assert all(0 <= r["accuracy"] <= 1 and len(r["beta"]) == 3 and len(r["eta"]) == 11 for r in found)
-    assert {r["lr"] for r in found if r["method"].endswith("initial rate")} == {0.01}
-    assert {r["lr"] for r in found if r["method"].endswith("best rate")} <= set(GRID)
+    records = [json.loads(line) for line in (out / "clients.jsonl").read_text().splitlines()]
+    assert list(dict.fromkeys(r["method"] for r in records)) == PLAIN + LEARNED
+    assert all(0 <= r["right"] <= r["n"] and r["seed"] == 3 for r in records)
+    assert all(len(r["beta"]) == 3 and len(r["eta"]) == 11 for r in records if r["method"] in LEARNED)
+    assert {r["lr"] for r in records if r["method"] in ("ft-c", "ft-g", "ft-i")} == {0.01}
+    assert {r["lr"] for r in records if r["method"].endswith("-best")} <= set(GRID)
     for name in ("accuracy", "learning", "strategies"):
         assert (out / f"{name}.png").read_bytes()[1:4] == b"PNG"
     assert json.loads((out / "versions.json").read_text())["torch"] == version("torch")
     assert json.loads((out / "config.json").read_text())["epochs"] == 1
 
 
+def test_the_folder_is_one_of_cells(unbroken):
+    """As of a study: its cells are read by the same functions, and have the numbers of the demo's own files."""
+    out, _ = unbroken
+    cells = results(out, "small")
+    assert sorted(cell["method"] for cell in cells) == sorted(PLAIN + LEARNED)
+    row = Condition("digits", 0.5, 1, "fedavg")
+    assert {condition_of(cell) for cell in cells} == {row} and all(cell["new_clients"] for cell in cells)
+    records = [json.loads(line) for line in (out / "clients.jsonl").read_text().splitlines()]
+    shares, by_condition = summarise(records), collect(cells)
+    for method in PLAIN + LEARNED:
+        for pool in ("seen",) if method == "l2p" else ("seen", "unseen"):
+            assert by_condition[row._replace(pool=pool)][method] == {3: 100 * shares[method][pool][0]}
+
+
 def test_another_seed_goes_into_the_same_folder(unbroken, capsys):
     """Seeds are added, not mixed up: the old ones are not run again."""
     out, _ = unbroken
-    before = {p: p.stat().st_mtime_ns for p in (out / "seed-3").rglob("*") if p.is_file()}
+    before = {p: p.stat().st_mtime_ns for p in (out / "digits").rglob("*") if p.is_file()}
     old = (out / "clients.jsonl").read_text()
     assert main(["demo", *SMALL, "--out", str(out), "--seeds", "3", "4", "--workers", "1"]) == 0
     assert before == {p: p.stat().st_mtime_ns for p in before}
@@ -149,33 +179,64 @@ def test_folders_that_cannot_be_used(tmp_path, capsys):
     (tmp_path / "file").write_text("x")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("x")
-    for out, words in [("file", "nothing can be written"), ("full", "holds other files")]:
-        assert main(["demo", *SMALL, "--out", str(tmp_path / out)]) == 1
-        assert words in capsys.readouterr().err
+    for name, must in [("file", "be a folder to write in"), ("full", "be a new or an empty folder")]:
+        assert main(["demo", *SMALL, "--out", str(tmp_path / name)]) == 1
+        assert f"out must {must}, got {tmp_path / name}" in capsys.readouterr().err
     assert main(["demo", *SMALL, "--out", "/proc/nowhere"]) == 1
     assert [p.name for p in (tmp_path / "full").iterdir()] == ["thesis.tex"]
+
+
+def test_a_folder_of_an_older_demo_is_refused(tmp_path, capsys):
+    """It has a folder for each seed; what is in it stays as it is."""
+    args = ["demo", *SMALL, "--out", str(tmp_path)]
+    (tmp_path / "seed-3").mkdir()
+    write_json(tmp_path / "seed-3" / "l2p.json", [])
+    (tmp_path / "clients.jsonl").write_text("")
+    write_json(tmp_path / "config.json", {"lr": 0.01})
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    assert main(args) == 1
+    said = capsys.readouterr().err.strip()
+    assert said == f"fedl2p: {tmp_path} was written by an older version of the demo; choose another folder with --out"
+    assert before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    with pytest.raises(ValueError, match="older version of the demo"):
+        run_demo(Demo(out=tmp_path))
 
 
 def test_other_settings_and_damaged_files(unbroken, capsys, tmp_path):
     out, _ = unbroken
     assert main(["demo", *SMALL, "--out", str(out), "--alpha", "0.3"]) == 1
     assert "alpha was 0.5 and is 0.3" in capsys.readouterr().err
-    records = out / "seed-3" / "l2p.json"
-    good = records.read_bytes()
-    records.write_bytes(good[:50])
+    cell = out / CELLS / "l2p-seed3.json"
+    good = cell.read_bytes()
+    cell.write_bytes(good[:50])
     assert main(["demo", *SMALL, "--out", str(out)]) == 1
-    assert "l2p.json is damaged" in capsys.readouterr().err
-    records.write_bytes(good)
+    assert "l2p-seed3.json is damaged" in capsys.readouterr().err
+    cell.write_bytes(good)
 
 
 def test_an_empty_start_with_other_settings_is_forgotten(tmp_path):
     open_folder(tmp_path, {"a": 1})
     open_folder(tmp_path, {"a": 2})
-    part(tmp_path / "result.json", dict)
+    load_or_make(tmp_path / "result.json", dict)
     with pytest.raises(ValueError, match="a was 2 and is 3"):
         open_folder(tmp_path, {"a": 3})
 
 
 def test_demo_without_unseen_clients(tmp_path):
-    demo = Demo(Config(lr=0.01, epochs=1, rounds=1, fraction=0.4, meta_steps=1), seeds=(0,), clients=5, unseen=0, pretraining_rounds=1, out=tmp_path / "o", workers=1, more_estimators=())
-    assert "unseen" not in run_demo(demo) and run_demo(replace(demo, workers=2))
+    config = Config(lr=0.01, epochs=1, rounds=1, fraction=0.4, meta_steps=1)
+    demo = Demo(config, seeds=(0,), clients=5, unseen=0, pretraining_rounds=1, out=tmp_path / "o", workers=1, more_estimators=())
+    table = run_demo(demo)
+    assert table.head == ["method", "seen clients"] and table.rows[0][0] == "no fine-tuning"
+    assert run_demo(replace(demo, workers=2)) == table
+
+
+def test_jobs_of_a_demo():
+    """Each seed has the same cells, with clients and a model of its own; no method twice."""
+    todo = jobs(Demo(seeds=(3, 5), alpha=0.3, more_estimators=("fomaml", "ift")))
+    assert [(job.cell.seed, job.cell.method) for job in todo] == [(seed, m) for seed in (3, 5) for m in PLAIN + LEARNED]
+    assert {job.data_seed for job in todo if job.cell.seed == 5} == {5}
+    assert {job.cell.condition for job in todo} == {Condition("digits", 0.3, 5, "fedavg")}
+    assert {job.cell.method: job.config.estimator for job in todo if job.cell.method.startswith("fedl2p-")} == {
+        "fedl2p-start": "ift", "fedl2p-ift": "ift", "fedl2p-ift-mean": "ift", "fedl2p-fomaml": "fomaml", "fedl2p-fomaml-mean": "fomaml"}
+    only = jobs(Demo(Config(estimator="unrolled"), seeds=(0,), more_estimators=()))
+    assert [job.cell.method for job in only][-2:] == ["fedl2p-unrolled", "fedl2p-unrolled-mean"]

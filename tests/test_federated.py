@@ -1,4 +1,8 @@
-"""The loop: means, draws, workers, faults."""
+"""The loop: means, draws, rounds, workers, and what goes wrong with clients."""
+
+import os
+import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -6,17 +10,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedl2p import federated
 from fedl2p import runner as pool
 from fedl2p.data import Client, Data
-from fedl2p.federated import Update, average, fedavg, sample
+from fedl2p.federated import EMPTY_ROUNDS, Diverged, Round, Update, average, fedavg, refusal, run_round, sample
+from fedl2p.runner import Failure, Outcome, Runner, Task
 
 
 def friends(n=4):
     return [Client(f"c{i}", *[Data(torch.full((i + 1, 1), float(i)), torch.zeros(i + 1, dtype=torch.int64))] * 3) for i in range(n)]
 
 
-def step(state, client, number):
+def step(model, settings, state, client, number):
     return Update({"w": state["w"] + 0.1 * (client.train.x.mean() - state["w"])}, len(client.train), {"id": client.id})
+
+
+def run(clients, rounds, fraction=0.1, work=step, state=None, **options):
+    """Rounds of work that needs neither a model nor settings."""
+    return fedavg(work, None, None, state or {"w": torch.zeros(1)}, clients, rounds, fraction, **options)
 
 
 @given(st.lists(st.tuples(st.floats(-1e3, 1e3), st.floats(0.1, 100)), min_size=1, max_size=20), st.randoms())
@@ -31,9 +42,14 @@ def test_average_keeps_types_and_counters():
     states = [{"w": torch.ones(2, dtype=t), "n": torch.tensor(k)} for t, k in [(torch.float16, 3), (torch.float16, 5)]]
     mean = average([(s, 1) for s in states])
     assert mean["w"].dtype == torch.float16 and mean["n"].dtype == torch.int64 and mean["n"] == 5
-    for weights in ([0, 0], [-1, 2], [float("nan"), 1]):
-        with pytest.raises(ValueError, match="weight"):
+    for weights, message in {(0, 0): "the sum of all weights must be > 0, got 0", (-1, 2): "weight must be finite and >= 0, got -1",
+                             (float("nan"), 1): "weight must be finite and >= 0, got nan"}.items():
+        with pytest.raises(ValueError, match=f"^{message}"):
             average(zip(states, weights, strict=True))
+
+
+def test_average_of_nothing_is_empty():
+    assert average([]) == {} and average(iter(())) == {}
 
 
 def test_sample():
@@ -42,65 +58,206 @@ def test_sample():
     assert len(sample(ids, 0.01, 0, 1)) == 1 and sample(ids, 1.0, 0, 1) == ids
     assert {i for n in range(40) for i in sample(ids, 0.1, 0, n)} == set(ids)
     for fraction in (0, 1.5, float("nan")):
-        with pytest.raises(ValueError, match="fraction is"):
+        with pytest.raises(ValueError, match=rf"^fraction must be in \(0, 1\], got {fraction}$"):
             sample(ids, fraction, 0, 1)
+    with pytest.raises(ValueError, match="^the number of clients must be >= 1, got 0$"):
+        sample([], 0.3, 0, 1)
 
 
 def test_any_order_and_any_number_of_workers_give_the_same():
     people = friends()
-    ends = [list(fedavg({"w": torch.zeros(1)}, order, step, 5, 0.5, workers=w))[-1].state["w"] for order, w in [(people, 1), (people[::-1], 1), (people, 2), (people[::-1], 3)]]
+    orders = [(people, 1), (people[::-1], 1), (people, 2), (people[::-1], 3)]
+    ends = [list(run(order, 5, 0.5, runner=Runner(workers)))[-1].state["w"] for order, workers in orders]
     assert all(torch.equal(e, ends[0]) for e in ends)
 
 
 def test_a_run_that_goes_on_equals_an_unbroken_one():
-    whole = list(fedavg({"w": torch.zeros(1)}, friends(), step, 6, 0.5, workers=1))
-    rest = list(fedavg(whole[2].state, friends(), step, 6, 0.5, workers=1, done=3))
+    whole = list(run(friends(), 6, 0.5, runner=Runner(1)))
+    rest = list(run(friends(), 6, 0.5, state=whole[2].state, runner=Runner(1), done=3))
     assert [r.number for r in rest] == [4, 5, 6] and torch.equal(rest[-1].state["w"], whole[-1].state["w"])
 
 
-def faulty(state, client, number):
-    good = step(state, client, number)
-    return {"c0": good, "c1": Update({"w": torch.full((1,), float("nan"))}, 1), "c2": Update({"w": torch.zeros(2)}, 1), "c3": Update({"v": torch.zeros(1)}, 1),
-            "c4": Update({"w": torch.zeros(1)}, float("inf")), "c5": None, "c6": Update({"w": torch.zeros(1, dtype=torch.float64)}, 1)}[client.id]
+def test_the_work_gets_model_settings_state_client_and_number():
+    came = []
+
+    def work(*fields):
+        came.append(fields)
+        return step(*fields)
+
+    people, state = friends(), {"w": torch.zeros(1)}
+    first, second = fedavg(work, "model", "settings", state, people, 2, 0.5, seed=7, runner=Runner(1))
+    ids = [sample([c.id for c in people], 0.5, 7, number) for number in (1, 2)]
+    assert [(m, s, c.id, n) for m, s, _, c, n in came] == [("model", "settings", id, n + 1) for n in (0, 1) for id in ids[n]]
+    assert all(fields[2] is state for fields in came[:2]) and all(fields[2] is first.state for fields in came[2:])
+    assert all(fields[3] is people[int(fields[3].id[1:])] for fields in came)
+    assert list(second.reports) == ids[1]
+
+
+FAULTS = {"c1": "not finite", "c2": "shape [2]", "c3": "something else", "c4": "weight inf", "c5": "something else",
+          "c6": "torch.float64; the server has", "c7": "KeyError: 'c7'", "c8": "FloatingPointError: the loss is nan"}
+
+
+def faulty(model, settings, state, client, number):
+    if client.id == "c8":
+        raise FloatingPointError("the loss is nan")
+    if client.id == "c9":
+        os._exit(3)
+    good = step(model, settings, state, client, number)
+    return {"c0": good, "c1": Update({"w": torch.full((1,), float("nan"))}, 1), "c2": Update({"w": torch.zeros(2)}, 1),
+            "c3": Update({"v": torch.zeros(1)}, 1), "c4": Update({"w": torch.zeros(1)}, float("inf")), "c5": None,
+            "c6": Update({"w": torch.zeros(1, dtype=torch.float64)}, 1)}[client.id]
 
 
 @pytest.mark.filterwarnings("ignore:round 1")
 @pytest.mark.parametrize("workers", [1, 2])
 def test_bad_answers_are_left_out_and_named(workers):
-    with pytest.warns(RuntimeWarning, match="client 'c1' is left out"):
-        (r,) = fedavg({"w": torch.zeros(1)}, friends(8), faulty, 1, 1.0, workers=workers)
-    assert list(r.reports) == ["c0"] and set(r.failed) == {f"c{i}" for i in range(1, 8)}
-    assert "not finite" in r.failed["c1"] and "shape [2]" in r.failed["c2"] and "something else" in r.failed["c3"] and "weight inf" in r.failed["c4"] and "KeyError" in r.failed["c7"]
+    with pytest.warns(RuntimeWarning, match="client 'c1' is left out: sent w with values that are not finite"):
+        (r,) = run(friends(9), 1, 1.0, faulty, runner=Runner(workers))
+    assert list(r.reports) == ["c0"] and r.failed.keys() == FAULTS.keys()
+    assert all(text in r.failed[id].reason for id, text in FAULTS.items())
+
+
+@pytest.mark.filterwarnings("ignore:round 1")
+@pytest.mark.parametrize("workers", [1, 2])
+def test_kinds_of_failure_are_told_apart_by_a_field(workers):
+    people = friends(10 if workers > 1 else 9)  # c9 ends its process, which may be this one
+    (r,) = run(people, 1, 1.0, faulty, runner=Runner(workers))
+    kinds = {kind: [id for id, failure in r.failed.items() if failure.kind == kind] for kind in ("refused", "raised", "diverged", "died")}
+    assert kinds == {"refused": [f"c{i}" for i in range(1, 7)], "raised": ["c7"], "diverged": ["c8"], "died": ["c9"] * (workers > 1)}
+
+
+def test_refusal():
+    state = {"w": torch.zeros(2), "n": torch.tensor(3)}
+    good = Update({"w": torch.ones(2), "n": torch.tensor(4)}, 1)
+    assert refusal(good, state) is None
+    bad = {
+        "sent something else than the server's tensors": [None, {"w": torch.ones(2)}, good._replace(state={"w": torch.ones(2)})],
+        "sent w with shape [3] and type torch.float32; the server has [2] and torch.float32": [good._replace(state={**good.state, "w": torch.ones(3)})],
+        "sent n with shape [] and type torch.float32; the server has [] and torch.int64": [good._replace(state={**good.state, "n": torch.tensor(4.0)})],
+        "sent w with values that are not finite": [good._replace(state={**good.state, "w": torch.tensor([1, float("inf")])})],
+        "sent weight 0": [good._replace(weight=0)], "sent weight -1.0": [good._replace(weight=-1.0)], "sent weight nan": [good._replace(weight=float("nan"))],
+    }
+    for reason, updates in bad.items():
+        assert all(refusal(update, state) == Failure("refused", reason) for update in updates)
+
+
+def test_a_round():
+    state, people = {"w": torch.zeros(1)}, friends(3)
+    tasks = [Task(faulty, None, None, state, client, 4) for client in people]
+    with pytest.warns(RuntimeWarning) as caught:
+        r = run_round(state, tasks, 4, Runner(1))
+    assert [str(w.message) for w in caught] == [
+        "round 4: client 'c1' is left out: sent w with values that are not finite",
+        "round 4: client 'c2' is left out: sent w with shape [2] and type torch.float32; the server has [1] and torch.float32"]
+    assert isinstance(r, Round) and r.number == 4 and r.reports == {"c0": {"id": "c0"}} and list(r.failed) == ["c1", "c2"]
+    assert torch.equal(r.state["w"], step(None, None, state, people[0], 4).state["w"])
+    with pytest.warns(RuntimeWarning):
+        empty = run_round(state, tasks[1:], 5, Runner(1))
+    assert empty.state is state and empty.reports == {} and list(empty.failed) == ["c1", "c2"]
+
+
+def test_a_round_with_a_transport():
+    """The transport sees the tasks of a round as they are; what it brings is judged like what comes from here."""
+    rounds = []
+
+    def transport(tasks):
+        rounds.append(tasks)
+        failed = Outcome(None, Failure("died", "no reply"))
+        return (failed if task.client.id == "c1" else Outcome(step(*task[1:])) for task in tasks)
+
+    with pytest.warns(RuntimeWarning, match="round 1: client 'c1' is left out: no reply"):
+        (r,) = run(friends(3), 1, 1.0, faulty, runner=Runner(transport=transport))
+    assert r.failed == {"c1": Failure("died", "no reply")} and list(r.reports) == ["c0", "c2"]
+    assert [[(task.work, task.client.id, task.number) for task in tasks] for tasks in rounds] == [[(faulty, f"c{i}", 1) for i in range(3)]]
+    with pytest.raises(ValueError, match="shorter"):
+        list(run(friends(3), 1, 1.0, runner=Runner(transport=lambda tasks: (Outcome(step(*task[1:])) for task in tasks[:2]))))
+
+
+def test_a_round_holds_few_states_at_a_time():
+    """A hundred large models would not fit into memory: each is let go before the next but one is asked for."""
+    sent, alive = [], []
+
+    def transport(tasks):
+        for task in tasks:
+            update = step(*task[1:])
+            sent.append(weakref.ref(update.state["w"]))
+            alive.append(sum(state() is not None for state in sent))
+            yield Outcome(update)
+
+    (r,) = run(friends(9), 1, 1.0, runner=Runner(transport=transport))
+    assert len(r.reports) == 9 and max(alive) <= 3  # the first gives the types, then one in the mean and one on its way
 
 
 @pytest.mark.filterwarnings("ignore:round 1")
 def test_all_failing_is_an_error():
-    with pytest.raises(RuntimeError, match="round 1: all of its 2 clients failed; the first, 'c1': sent w with values that are not finite"):
-        list(fedavg({"w": torch.zeros(1)}, friends(3)[1:], faulty, 1, 1.0, workers=1))
+    with pytest.raises(RuntimeError, match="round 1: all of its 2 clients failed; the first, 'c1': sent w with values that are not finite") as caught:
+        list(run(friends(3)[1:], 1, 1.0, faulty, runner=Runner(1)))
+    assert caught.type is RuntimeError
+
+
+def named(model, settings, state, client, number):
+    """Raises what the settings name for this client; texts are the same for all."""
+    raise settings[client.id]("FloatingPointError")
+
+
+@pytest.mark.filterwarnings("ignore:round 1")
+@pytest.mark.parametrize("workers", [1, 2])
+def test_diverged_is_an_error_of_its_own_if_nothing_else_happened(workers):
+    kinds = {"c0": FloatingPointError, "c1": FloatingPointError}
+    with pytest.raises(Diverged, match="all of its 2 clients failed; the first, 'c0': FloatingPointError"):
+        list(fedavg(named, None, kinds, {"w": torch.zeros(1)}, friends(2), 1, 1.0, runner=Runner(workers)))
+    with pytest.raises(RuntimeError) as caught:
+        list(fedavg(named, None, {**kinds, "c1": ValueError}, {"w": torch.zeros(1)}, friends(2), 1, 1.0, runner=Runner(workers)))
+    assert caught.type is RuntimeError
 
 
 @pytest.mark.filterwarnings("ignore:round")
 def test_a_round_without_an_answer_is_not_the_end():
-    """Four of five clients always fail, and each round asks one: rounds without an answer leave the state as it is."""
+    """Two of three clients always fail, and each round asks one: rounds without an answer leave the state as it is."""
     people = [friends(1)[0], *friends(3)[1:]]
     rounds = []
     with pytest.raises(RuntimeError, match="all of its 1 clients failed"):
-        for r in fedavg({"w": torch.ones(1)}, people, faulty, 400, 0.3, workers=1):
+        for r in run(people, 400, 0.3, faulty, {"w": torch.ones(1)}, runner=Runner(1)):
             rounds.append(r)
     empty = [r for r in rounds if not r.reports]
     assert empty and len(rounds) > len(empty) and all(len(r.failed) == 1 for r in empty)
     assert not any(torch.isnan(r.state["w"]).any() for r in rounds)
 
 
+def sometimes(model, settings, state, client, number):
+    if number in settings:
+        return step(model, settings, state, client, number)
+    raise ValueError("no time")
+
+
+@pytest.mark.filterwarnings("ignore:round")
+@pytest.mark.parametrize("limit", [EMPTY_ROUNDS, 5])
+def test_so_many_empty_rounds_in_a_row_are_the_end(limit, monkeypatch):
+    monkeypatch.setattr(federated, "EMPTY_ROUNDS", limit)
+    for answers in ([], [limit]):  # an answer in the last moment, and the count starts anew
+        rounds, last = [], sum(answers) + limit
+        with pytest.raises(RuntimeError, match=f"round {last}: all of its 2 clients failed; the first, .*: ValueError: no time"):
+            for r in fedavg(sometimes, None, answers, {"w": torch.zeros(1)}, friends(), 100, 0.5, runner=Runner(1)):
+                rounds.append(r)
+        assert [r.number for r in rounds if r.reports] == answers and [r.number for r in rounds] == list(range(1, last))
+
+
+def test_three_empty_rounds_are_allowed():
+    assert EMPTY_ROUNDS == 3
+
+
 def test_ids_must_differ():
-    with pytest.raises(ValueError, match="2 clients with 1 different ids"):
-        list(fedavg({"w": torch.zeros(1)}, friends(1) * 2, step, 1))
+    with pytest.raises(ValueError, match=r"^ids of clients must be all different, got \['c0', 'c0'\]$"):
+        list(run(friends(1) * 2, 1))
+    twin = replace(friends(2)[1], id="c0")
+    with pytest.raises(ValueError, match=r"^ids of clients must be all different, got \['c0', 'c0'\]$"):
+        list(run([friends(1)[0], twin], 1))
 
 
 def test_only_clients_of_the_round_are_packed(monkeypatch):
     packed, pack = [], pool._pack
     monkeypatch.setattr(pool, "_pack", lambda thing: packed.append(pack(thing)) or packed[-1])
-    list(fedavg({"w": torch.zeros(1)}, friends(200), step, 1, 0.01, workers=2))
+    list(run(friends(200), 1, 0.01, runner=Runner(2)))
     assert len(packed) == 1 + 2  # the work, and its two clients
     view = torch.zeros(1_000_000)[:3]
     assert len(pack(view)) < 1000  # the rest of a view stays at home

@@ -1,4 +1,4 @@
-"""Every study at smoke scale from the command line, on made-up data in the official layouts; cells that are lost, damaged, of other settings."""
+"""Every study at smoke scale from the command line, on made-up data in the official layouts; cells that are lost, damaged, of other settings, of older versions."""
 
 import json
 import os
@@ -10,14 +10,19 @@ from dataclasses import replace
 
 import made_up
 import pytest
+import torch
 
+from fedl2p.bn import mix_bn
 from fedl2p.checkpoint import fingerprint
 from fedl2p.cli import main
-from fedl2p.core import write_json
+from fedl2p.client import Config, Result, score_strategies
+from fedl2p.core import markdown, write_json
+from fedl2p.digits import digits_federation, small_cnn
+from fedl2p.finetune import GRID, Score, baselines
+from fedl2p.runner import Outcome, Runner
 from fedl2p.studies import runs
 from fedl2p.studies.published import TABLES, Condition
 from fedl2p.studies.runs import (
-    GRID,
     LEARNED,
     OUR_METHODS,
     Cell,
@@ -35,7 +40,7 @@ from fedl2p.studies.runs import (
     run_cell,
     run_study,
 )
-from fedl2p.studies.tables import collect, results, study_table
+from fedl2p.studies.tables import collect, read_cell, results, study_table
 
 
 @pytest.fixture(scope="module")
@@ -71,49 +76,92 @@ def test_conditions_are_the_papers_unless_asked():
 
 
 def test_corrupted_images_start_from_the_model_for_clean_ones(world):
-    run_study(Run("cifar10c", "smoke", (0.5,), (1,), (0,), ("none",), out=world / "results", machine=Machine(world, 1, "cpu")))
+    run = Run("cifar10c", "smoke", (0.5,), (1,), (0,), ("none",), out=world / "results", machine=Machine(world, 1, "cpu"))
+    run_study(run)
     assert (world / "results" / "cifar10" / "smoke" / "pretrained" / "fedavg-alpha1000.safetensors").exists()
     assert not (world / "results" / "cifar10c" / "smoke" / "pretrained").exists()
-    a, b = (pretrained(Condition(name, alpha, 1, "fedavg"), "smoke", world / "results", Machine(world, 1, "cpu")) for name, alpha in (("cifar10c", 0.5), ("cifar10", 1000.0)))
-    assert fingerprint(a) == fingerprint(b)
+    rows = Condition("cifar10c", 0.5, 1, "fedavg"), Condition("cifar10", 1000.0, 1, "fedavg")
+    corrupted, clean = (pretrained(job_of(run, Cell(row, "none", 0))) for row in rows)
+    assert fingerprint(corrupted) == fingerprint(clean)
 
 
 def one(world, method="ft-c", seed=0, **more):
     return Run("cifar10", "smoke", (0.5,), (1,), (seed,), (method,), out=world / "results", machine=Machine(world, 1, "cpu", **more))
 
 
+def job(run):
+    """The only job of a run."""
+    [cell] = cells(run)
+    return job_of(run, cell)
+
+
 def test_methods_of_ours_run_too(world):
-    for method in OURS:
+    for method in OUR_METHODS:
         run = one(world, method)
         run_study(run)
-        found = run_cell(cells(run)[0], "smoke", run.out, run.machine)
-        assert 0 <= found["accuracy"]["seen"] <= 1
-        assert ("chosen" in found) == method.endswith("-best") and ("rounds" in found) == (method in LEARNED and method != "fedl2p-mean")  # whose rounds are those of fedl2p
+        content = run_cell(job(run))
+        assert content["pools"] == ["seen"] and len(content["clients"]) == 2
+        assert all(0 <= r["right"] <= r["n"] == 5 for r in content["clients"])
+        assert ("chosen" in content) == method.endswith("-best")
+        assert ("rounds" in content) == (method in LEARNED)  # not with mean inputs, whose rounds are another method's
+        if (policy := learned_by(method)) not in ("", "fedl2p-start"):
+            assert (job(run).path.with_name(f"{policy}-seed0") / "rounds.jsonl").exists()
+
+
+def test_a_policy_with_mean_inputs_is_that_of_the_method():
+    assert learned_by("fedl2p-fomaml-mean") == learned_by("fedl2p-fomaml") == "fedl2p-fomaml"
+    assert learned_by("fedl2p-mean") == learned_by("fedl2p") == "fedl2p"
+    assert {learned_by(m) for m in ("none", "ft-c", "ft-i-best", "l2p")} == {""}
 
 
 def test_cells_of_one_seed_do_not_depend_on_others(world, tmp_path):
     run_study(one(world, "fedl2p", 7))
-    alone = Run("cifar10", "smoke", (0.5,), (1,), (7,), ("fedl2p",), out=tmp_path, machine=Machine(world, 1, "cpu"))
+    alone = replace(one(world, "fedl2p", 7), out=tmp_path)
     run_study(alone)
     timed = ("seconds", "pretraining_seconds")
-    first, second = ({k: v for k, v in run_cell(cells(alone)[0], "smoke", out, alone.machine).items() if k not in timed} for out in (world / "results", tmp_path))
+    contents = [run_cell(job(replace(alone, out=out))) for out in (world / "results", tmp_path)]
+    first, second = ({k: v for k, v in content.items() if k not in timed} for content in contents)
     assert first == second
+
+
+def test_all_seeds_share_the_clients_of_seed_0_unless_a_setting_says_otherwise(world):
+    shared = job(one(world, seed=7))
+    assert shared.data_seed == 0 and shared._replace(how=replace(shared.how, new_clients=True)).data_seed == 7
 
 
 def test_damaged_and_foreign_cells_are_refused(world, capsys):
     run = one(world, "ft-g", 8)
     run_study(run)
-    path = cells(run)[0].path(run.out, "smoke")
+    path = job(run).path
     good = path.read_text()
     write_json(path, {**json.loads(good), "settings": {**json.loads(good)["settings"], "lr": 5.0}})
     with pytest.raises(ValueError, match="result of other settings: lr was 5.0 and is 0.01"):
         run_study(run)
     path.write_text(good[:100])
     with pytest.raises(ValueError, match="is damaged"):
-        list(results(run.out, "smoke"))
+        results(run.out, "smoke")
     path.unlink()
     run_study(run)
-    assert json.loads(path.read_text())["accuracy"] == json.loads(good)["accuracy"]
+    assert all(json.loads(path.read_text())[k] == json.loads(good)[k] for k in ("pools", "clients"))
+
+
+def test_cells_of_older_versions_are_results(world):
+    """They hold accuracies instead of counts, and only those settings of pretraining that are not the default."""
+    run = one(world, "ft-g", 10)
+    run_study(run)
+    path = job(run).path
+    new = json.loads(path.read_text())
+    old = {k: v for k, v in new.items() if k not in ("pools", "new_clients")}
+    old["clients"] = [{**{k: v for k, v in r.items() if k not in ("right", "lr")}, "accuracy": r["right"] / r["n"]} for r in new["clients"]]
+    old["accuracy"] = {"seen": sum(r["right"] for r in new["clients"]) / sum(r["n"] for r in new["clients"])}
+    old["settings"] = {**new["settings"], "recipe": {k: new["settings"]["recipe"][k] for k in ("rounds", "epochs", "fraction", "augment")}}
+    before = collect([read_cell(path)])
+    write_json(path, old)
+    run_study(run)
+    assert json.loads(path.read_text()) == old and collect([read_cell(path)]) == before
+    write_json(path, {**old, "settings": {**old["settings"], "recipe": {**old["settings"]["recipe"], "rounds": 9}}})
+    with pytest.raises(ValueError, match="other settings: recipe was .*'rounds': 9"):
+        run_study(run)
 
 
 def test_missing_data_leave_out_a_data_set_only(world, tmp_path, capsys):
@@ -129,55 +177,69 @@ def test_missing_data_leave_out_a_data_set_only(world, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("args", "words"), [
-    (["mnist"], "mnist"), (["cifar10", "--scale", "huge"], "huge"), (["cifar10", "--seeds", "1", "1"], "different whole numbers"), (["cifar10", "--methods", "ft"], "methods has ft; allowed are none, ft-c"),
-    (["cifar10", "--datasets", "office"], "has no rows for datasets office; allowed are cifar10"), (["cifar10", "--amp", "True", "--device", "cpu"], "allowed with cuda and one worker only"),
-    (["cifar10", "--alpha", "-1"], "alpha is"), (["cifar10", "--epochs", "0"], "epochs"), (["cifar10", "--device", "tpu"], "device is 'tpu'")])
+    (["mnist"], "mnist"),
+    (["cifar10", "--scale", "huge"], "huge"),
+    (["cifar10", "--seeds", "1", "1"], "seeds must be different whole numbers >= 0, at least one, got (1, 1)"),
+    (["cifar10", "--methods", "ft"], "methods must be one of none, ft-c, ... got 'ft'"),
+    (["cifar10", "--datasets", "office"], "datasets must be some of cifar10 in study cifar10, got ('office',)"),
+    (["cifar10", "--amp", "True", "--device", "cpu"], "device must be cuda if amp is on, got 'cpu'"),
+    (["cifar10", "--alpha", "-1"], "alpha must be > 0, got -1.0"),
+    (["cifar10", "--epochs", "0"], "epochs must be >= 1, got 0"),
+    (["cifar10", "--device", "tpu"], "device must be one of auto, ... here, got 'tpu'"),
+])
 def test_wrong_words_are_explained(args, words, tmp_path, capsys):
     try:
         code = main(["run", *args, "--out", str(tmp_path / "out"), "--data", str(tmp_path)])
     except SystemExit as stop:
         code = stop.code
     assert code not in (0, None)
-    assert words in " ".join(capsys.readouterr().err.replace("│", " ").split())
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert all(part in said for part in words.split("..."))
 
 
-def fails_for(client_id, error, function):
-    """The function, but one client meets an error."""
-    def work(*args):
-        if args[-1].id == client_id:
+def test_half_precision_is_for_one_process_on_a_gpu(world, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "pick_device", lambda name: "cuda")
+        with pytest.raises(ValueError, match="workers must be 1 if amp is on, got 2"):
+            Run("cifar10", machine=Machine(workers=2, amp=True))
+    halved = job(one(world, "fedl2p"))
+    halved = halved._replace(machine=replace(halved.machine, amp=True, compile=True))
+    with pytest.raises(ValueError, match="amp must be False with second derivatives by differences"):
+        run_cell(halved)
+
+
+def fails_for(client_id, error, work):
+    """The work, but one client meets an error."""
+    def failing(model, settings, state, client, number):
+        if client.id == client_id:
             raise error
-        return function(*args)
-    return work
+        return work(model, settings, state, client, number)
+    return failing
 
 
 def test_a_client_that_is_lost_is_no_result(world, monkeypatch):
     """A GPU that is full for the largest client must not leave a mean over the others."""
-    import fedl2p.studies.runs as studies
-
     for method, name in (("ft-c", "score_strategies"), ("l2p", "l2p_client")):
         run = one(world, method, 9)
-        path = cells(run)[0].path(run.out, "smoke")
-        seen = studies._drawn(studies._clients("cifar10", "smoke", world, 0.5)[0], 2, 9)
+        path, how = job(run).path, job(run).how
+        seen = drawn(federation(how, 0.5, 0).seen, how.scored, 9)
         with monkeypatch.context() as patch, pytest.warns(RuntimeWarning, match="out of memory"):
-            patch.setattr(studies, name, fails_for(seen[1].id, RuntimeError("CUDA out of memory"), getattr(studies, name)))
-            with pytest.raises(RuntimeError, match="scored: {'seen': 1}"):
+            patch.setattr(runs, name, fails_for(seen[1].id, RuntimeError("CUDA out of memory"), getattr(runs, name)))
+            with pytest.raises(RuntimeError, match="^1 of 2 clients were scored; the warnings say why, and nothing is stored$"):
                 run_study(run)
         assert not path.exists()
         run_study(run)
         assert path.exists()
 
 
-def test_divergence_is_a_result(world, tmp_path, monkeypatch):
-    import fedl2p.studies.runs as studies
-
-    plain = studies._config
-    monkeypatch.setattr(studies, "_config", lambda *args: replace(plain(*args), lr=1e30, fraction=1.0))
-    run = Run("speech", "smoke", (), (2,), (0,), ("fedl2p",), out=tmp_path, machine=Machine(world, 1, "cpu"))
+def test_divergence_is_a_result(world, tmp_path):
+    diverging = job(Run("speech", "smoke", (), (2,), (0,), ("fedl2p",), out=tmp_path, machine=Machine(world, 1, "cpu")))
+    config = replace(diverging.how.config, lr=1e30, fraction=1.0)
     with pytest.warns(RuntimeWarning, match="has no result"):
-        run_study(run)
-    found = json.loads(cells(run)[0].path(run.out, "smoke").read_text())
-    assert found["accuracy"] == {"seen": None, "unseen": None} and "FloatingPointError" in found["diverged"]
-    assert table("speech", "smoke", tmp_path, ["fedl2p"]).count("diverges |") == 2
+        run_cell(diverging._replace(how=replace(diverging.how, config=config)))
+    content = json.loads(diverging.path.read_text())
+    assert content["pools"] == ["seen", "unseen"] and content["clients"] == [] and "FloatingPointError" in content["diverged"]
+    assert markdown(study_table("speech", "smoke", tmp_path, ["fedl2p"])).count("diverges |") == 2
 
 
 def test_other_clients_or_models_are_noticed(world, tmp_path):
@@ -192,14 +254,15 @@ def test_killed_and_continued(world, tmp_path):
     code = f"""
 import sys; from pathlib import Path
 from dataclasses import replace
-import fedl2p.studies.runs as s
-plain = s.setting
-s.setting = lambda d, scale, root: replace(plain(d, scale, root), config=replace(plain(d, scale, root).config, rounds=6))
-run = s.Run("cifar10", "smoke", (0.5,), (5,), (0,), ("fedl2p",), out=Path(sys.argv[1]), machine=s.Machine(Path({str(world)!r}), 1, "cpu"))
-def track(rounds, title, total, done):
+import fedl2p.studies.settings as settings
+plain = settings.setting
+settings.setting = lambda *args: replace(plain(*args), config=replace(plain(*args).config, rounds=6))
+from fedl2p.studies.runs import Machine, Run, run_study
+run = Run("cifar10", "smoke", (0.5,), (5,), (0,), ("fedl2p",), out=Path(sys.argv[1]), machine=Machine(Path({str(world)!r}), 1, "cpu"))
+def progress(rounds, title, total, done):
     if title.endswith("fedl2p"): print("began with", done)
     return rounds
-s.run_study(run, track)
+run_study(run, progress)
 """
     done, broken = tmp_path / "done", tmp_path / "broken"
     assert "began with 0" in subprocess.run([sys.executable, "-W", "ignore", "-c", code, str(done)], check=True, capture_output=True, text=True).stdout
@@ -214,21 +277,28 @@ s.run_study(run, track)
     assert "began with 0" not in said and "began with" in said
     first, second = (json.loads(next(folder.glob("**/fedl2p-seed0.json")).read_text()) for folder in (done, broken))
     assert len(first["rounds"]) == 6
-    assert all(first[k] == second[k] for k in ("accuracy", "rounds", "clients"))
+    assert all(first[k] == second[k] for k in ("pools", "rounds", "clients"))
 
 
-def test_rates_are_chosen_by_validation(monkeypatch):
-    """Made-up scores: BN C is best at 0.1 in validation, BN G ties (the smaller rate wins), BN I at 1."""
-    from fedl2p.bn import mix_bn
-    from fedl2p.client import Result
-    from fedl2p.digits import small_cnn
-    from fedl2p.finetune import Score
-    from fedl2p.studies import demo as experiment
+@pytest.mark.parametrize(("method", "right", "best"), [
+    ("ft-c", {0.1: (9, 9), 1.0: (8, 8)}, 0.1),
+    ("ft-g", {0.01: (5, 5), 0.0001: (4, 6)}, 0.0001),  # of two that are equal, the smaller one
+    ("ft-i", {1.0: (2, 60), 0.1: (9, 50)}, 1.0),  # right answers count, and not shares of them
+])
+def test_rates_are_chosen_by_validation(method, right, best):
+    """Made-up scores of two clients with 10 and 100 samples."""
+    model = mix_bn(small_cnn(), verbose=False)
 
-    def scored(function, clients, model, workers, track, title):
-        assert function.keywords == {"held_out": False}
-        accuracy = {"FT (BN C) 0.1": 0.9, "FT (BN G) 0.01": 0.5, "FT (BN G) 0.0001": 0.5, "FT (BN I) 1.0": 0.8}
-        return [{name: Result("x", "", Score(accuracy.get(name, 0.1), 1.0, 10), s) for name, s in function.args[1].items()}]
+    def made_up_scores(tasks):
+        for i, (task, n) in enumerate(zip(tasks, (10, 100), strict=True)):
+            assert task.work.func is score_strategies and task.work.keywords == {"held_out": False}
+            rates = {name: min(GRID, key=lambda lr, s=s: abs(s.eta - lr).max()) for name, s in task.state.items()}
+            assert sorted(rates.values()) == sorted(GRID)
+            for name, lr in rates.items():
+                strategy = baselines(model, lr)[method]
+                assert task.state[name].bn == strategy.bn and torch.equal(task.state[name].beta, strategy.beta)
+            scores = {name: Score(right.get(lr, (1, 1))[i], 1.0, n) for name, lr in rates.items()}
+            yield Outcome({name: Result("x", "", score, task.state[name]) for name, score in scores.items()})
 
-    monkeypatch.setattr(experiment, "score_all", scored)
-    assert choose_rates(mix_bn(small_cnn(), verbose=False), [], Config()) == {"FT (BN C)": 0.1, "FT (BN G)": 0.0001, "FT (BN I)": 1.0}
+    clients = digits_federation(5, 0).seen[:2]
+    assert choose_rate(model, method, clients, Config(), Runner(transport=made_up_scores)) == best

@@ -21,7 +21,7 @@ from ..digits import digits_federation, small_cnn
 from ..pretraining import Recipe
 from .corruptions import CORRUPTIONS
 from .datasets import cifar10, cifar10c, domainnet, office, speech
-from .models import imagenet_resnet18, resnet18, small_resnet
+from .models import Stem, imagenet_resnet18, resnet18, small_resnet
 
 # %% ../../nbs/studies/settings.ipynb #4f81595b
 Scale = Literal["paper", "small", "smoke"]
@@ -43,11 +43,7 @@ class Setting:
     differs: str = "" # differences from the paper, in words
 
 # %% ../../nbs/studies/settings.ipynb #c6783094
-PAPER = Config(
-    lr=1e-3, epochs=15, batch_size=32, rounds=500, fraction=0.1, patience=50,
-    meta_steps=3, meta_lr_bn=1e-3, meta_lr_lr=1e-3, meta_lr_scale=1e-4, clip=1.0,
-    estimator="ift", neumann_terms=3, psi=0.1, hvp="exact", keep="lowest", hidden=100,
-)  # section 4.1 and appendix, for CIFAR-10
+PAPER = Config() # its defaults are those of section 4.1 and the appendix, for CIFAR-10
 
 
 def _federation(seen: list[Client], unseen: Sequence[Client] = ()) -> Federation:
@@ -55,28 +51,37 @@ def _federation(seen: list[Client], unseen: Sequence[Client] = ()) -> Federation
     return Federation(seen, seen, list(unseen))
 
 
-_tiny = partial(small_resnet, width=2, blocks=(1,)) # network for a smoke test
+def _deal(
+    load: Callable[..., list[Client]], root: Path, n: int, **options: Any
+) -> Callable[[Any, int], Federation]:
+    "Deal a data set to `n` clients, or to `n` clients of each of its domains."
+    return lambda alpha, seed: _federation(load(root, n, alpha, seed, **options))
 
 
-def _smoke(paper: Setting, **changes: Any) -> Setting:
-    "The same in seconds, with clients and a model that are smaller still."
-    config = replace(paper.config, rounds=1, fraction=0.5, meta_steps=1)
-    recipe = paper.recipe and replace(paper.recipe, rounds=2, epochs=1, fraction=0.5)
-    return replace(paper, config=config, recipe=recipe, differs="a few rounds of almost nothing", **changes)
+def _smoke(paper: Setting, stem: Stem, classes: int = 10, **changes: Any) -> Setting:
+    "The same in seconds, with a network of one block."
+    return replace(
+        paper,
+        model=lambda seed: small_resnet(stem, classes, width=2, blocks=(1,), stride=2, seed=seed),
+        config=replace(paper.config, lr=1e-2, rounds=1, fraction=0.5, meta_steps=1),
+        recipe=paper.recipe and replace(paper.recipe, rounds=2, fraction=0.5),
+        differs="a few rounds of almost nothing",
+        **changes,
+    )
 
 # %% ../../nbs/studies/settings.ipynb #7fce844c
 def _cifar10(root: Path) -> list[Setting]:
     "CIFAR-10 at scale paper, small and smoke."
-    recipe = Recipe(rounds=500, epochs=1, fraction=0.1, augment="crop-flip")
+    recipe = Recipe(augment="crop-flip")
     paper = Setting(
-        clients=lambda alpha, seed: _federation(cifar10(root, 1000, alpha, seed, size=50, test_size=10)),
+        clients=_deal(cifar10, root, 1000),
         model=partial(resnet18, "cifar", 10),
         config=replace(PAPER, augment="crop-flip"),
         recipe=recipe,
     )
     small = replace(
         paper,
-        clients=lambda alpha, seed: _federation(cifar10(root, 200, alpha, seed, size=50, test_size=50)),
+        clients=_deal(cifar10, root, 200, test_size=50),
         model=lambda seed: small_resnet("cifar", stride=2, seed=seed),
         config=replace(paper.config, lr=1e-2, rounds=10, fraction=0.03, keep="paired"),
         recipe=replace(recipe, rounds=300, epochs=3, fraction=0.05),
@@ -85,13 +90,7 @@ def _cifar10(root: Path) -> list[Setting]:
         "10 rounds (300 of pretraining, 10 clients with 3 epochs each); initial rate 1e-2; 30 clients scored, "
         "50 test images each, other clients in each seed, which makes up most of the SD; best lambda by paired loss",
     )
-    smoke = _smoke(
-        replace(paper, config=replace(paper.config, lr=1e-2)),
-        clients=lambda alpha, seed: _federation(cifar10(root, 4, alpha, seed, size=10, test_size=5)),
-        model=lambda seed: _tiny("cifar", stride=2, seed=seed),
-        scored=2,
-    )
-    return [paper, small, smoke]
+    return [paper, small, _smoke(paper, "cifar", clients=_deal(cifar10, root, 4, size=10, test_size=5), scored=2)]
 
 
 def _cifar10c(root: Path) -> list[Setting]:
@@ -100,17 +99,16 @@ def _cifar10c(root: Path) -> list[Setting]:
         replace(base, config=replace(base.config, patience=100), scored=None, source="cifar10")
         for base in _cifar10(root)
     )
-    few = partial(cifar10c, root, corruptions=CORRUPTIONS[:2], own=True)
     return [
-        replace(paper, clients=lambda alpha, seed: _federation(cifar10c(root, 25, alpha, seed))),
+        replace(paper, clients=_deal(cifar10c, root, 25)),
         replace(
             small,
-            clients=lambda alpha, seed: _federation(cifar10c(root, 5, alpha, seed, size=62, own=True)),
+            clients=_deal(cifar10c, root, 5, size=62, own=True),
             config=replace(small.config, fraction=0.12),
             differs="corruptions of our own making; 50 clients of 62 images, 6 in a round, 10 rounds, all scored; "
             "network and pretraining as for cifar10",
         ),
-        replace(smoke, clients=lambda alpha, seed: _federation(few(2, alpha, seed, size=20))),
+        replace(smoke, clients=_deal(cifar10c, root, 2, size=20, corruptions=CORRUPTIONS[:2], own=True)),
     ]
 
 # %% ../../nbs/studies/settings.ipynb #527ef326
@@ -119,7 +117,7 @@ def _office(root: Path) -> list[Setting]:
     file = root / "resnet18_backbone.pt"
     backbone = file if file.exists() else None
     paper = Setting(
-        clients=lambda alpha, seed: _federation(office(root, seed, pixels=224)),
+        clients=lambda alpha, seed: _federation(office(root, seed)),
         model=partial(imagenet_resnet18, 10),
         config=replace(PAPER, lr=1e-2, rounds=100, fraction=1.0, patience=100),
         recipe=None,
@@ -132,11 +130,7 @@ def _office(root: Path) -> list[Setting]:
         differs=f"{'fp16-derived ImageNet backbone; ' if backbone else ''}images of 64 pixels a side; 5 rounds; "
         "second derivatives by differences",
     )
-    smoke = _smoke(
-        paper,
-        clients=lambda alpha, seed: _federation(office(root, seed, pixels=32)),
-        model=lambda seed: _tiny("imagenet", seed=seed),
-    )
+    smoke = _smoke(paper, "imagenet", clients=lambda alpha, seed: _federation(office(root, seed, pixels=32)))
     return [paper, small, smoke]
 
 
@@ -144,24 +138,20 @@ def _domainnet(root: Path) -> list[Setting]:
     "DomainNet at scale paper, small and smoke."
     paper, small, smoke = (replace(base, config=replace(base.config, patience=50)) for base in _office(root))
     return [
-        replace(
-            paper,
-            clients=lambda alpha, seed: _federation(domainnet(root, 25, alpha, seed, pixels=224)),
-            config=replace(paper.config, fraction=0.1),
-        ),
+        replace(paper, clients=_deal(domainnet, root, 25), config=replace(paper.config, fraction=0.1)),
         replace(
             small,
-            clients=lambda alpha, seed: _federation(domainnet(root, 5, alpha, seed, pixels=64, size=60)),
+            clients=_deal(domainnet, root, 5, pixels=64, size=60),
             config=replace(small.config, fraction=0.1),
             differs=small.differs.replace("5 rounds", "5 clients of 60 images a domain; 5 rounds"),
         ),
-        replace(smoke, clients=lambda alpha, seed: _federation(domainnet(root, 2, alpha, seed, pixels=32))),
+        replace(smoke, clients=_deal(domainnet, root, 2, pixels=32)),
     ]
 
 # %% ../../nbs/studies/settings.ipynb #6d402751
 def _speech(root: Path) -> list[Setting]:
     "Speech Commands at scale paper, small and smoke."
-    recipe = Recipe(rounds=500, epochs=1, fraction=0.1, final_lr=0.01)
+    recipe = Recipe(final_lr=0.01)
     paper = Setting(
         clients=lambda alpha, seed: _federation(*speech(root, 250, 50, seed)),
         model=partial(resnet18, "speech", 12),
@@ -178,16 +168,12 @@ def _speech(root: Path) -> list[Setting]:
         "6 clients in a round, 10 rounds (300 of pretraining, 6 clients with 3 epochs each); "
         "best lambda by paired loss",
     )
-    smoke = _smoke(
-        paper,
-        clients=lambda alpha, seed: _federation(*speech(root, 3, 2, seed)),
-        model=lambda seed: _tiny("speech", 12, seed=seed),
-    )
+    smoke = _smoke(paper, "speech", 12, clients=lambda alpha, seed: _federation(*speech(root, 3, 2, seed)))
     return [paper, small, smoke]
 
 # %% ../../nbs/studies/settings.ipynb #46a49ec9
 DIGITS = Setting(
-    clients=lambda alpha, seed: digits_federation(20, 10, alpha, seed),
+    clients=partial(digits_federation, 20, 10),
     model=lambda seed: small_cnn(seed=seed),
     config=Config(lr=0.01, epochs=5, rounds=15, fraction=0.2),
     recipe=Recipe(rounds=50, fraction=0.5),

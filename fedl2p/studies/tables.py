@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Rows', 'Accuracies', 'read_cell', 'results', 'condition_of', 'label', 'summarise', 'collect', 'study_table',
-           'accuracy_table', 'plot_table', 'paired', 'comparison', 'plot_headings']
+           'accuracy_table', 'plot_table', 'paired', 'comparison']
 
 # %% ../../nbs/studies/tables.ipynb #f37bdc29
 import math
@@ -82,11 +82,11 @@ def collect(
     "Accuracies of all seeds."
     by_condition: Accuracies = {}
     for cell in cells:
-        rows = summarise(cell["clients"]).get(cell["method"], {})
-        for pool in cell.get("pools") or cell["accuracy"]:
-            [value] = rows.get(pool, [math.nan])
+        rows: Mapping[str, Sequence[float | None]] = summarise(cell["clients"]).get(cell["method"], {})
+        shares = cell.get("accuracy") or {pool: rows.get(pool, [None])[0] for pool in cell["pools"]}  # older files have it
+        for pool, share in shares.items():
             of_method = by_condition.setdefault(condition_of(cell, pool), {}).setdefault(cell["method"], {})
-            of_method[cell["seed"]] = 100 * value
+            of_method[cell["seed"]] = math.nan if share is None else 100 * share
     return by_condition
 
 # %% ../../nbs/studies/tables.ipynb #64f00a21
@@ -158,10 +158,9 @@ def study_table(
         row, heads = ours.get(c, {}), _heads(c, keys)
         seeds = _shared(row, own)
         means = {m: statistics.mean(row[m][s] for s in seeds) for m in names if seeds and seeds <= set(row.get(m, {}))}
-        top = max((v for v in means.values() if not math.isnan(v)), default=None)
+        top = max((v for v in means.values() if not math.isnan(v)), default="none")
         if any(m in row for m in names):
-            entries = [_entry(row.get(m, {}), seeds, means.get(m) == top is not None) for m in names]
-            rows.append([*heads, "ours", *entries])
+            rows.append([*heads, "ours", *(_entry(row.get(m, {}), seeds, means.get(m) == top) for m in names)])
             heads = [""] * len(keys)
         if c in paper:
             rows.append([*heads, "paper", *(_published(paper[c].get(m)) for m in names)])
@@ -255,28 +254,3 @@ def comparison(
              str(max(clients for *_, clients in d.values()))] for c, d in differences.items() if d]
     note = f"{METHODS[method]}, percentage points, mean ± standard error over clients."
     return Table(["data", *(f"minus {METHODS[m]}" for m in names), "clients"], rows, notes=[note])
-
-# %% ../../nbs/studies/tables.ipynb #210954ea
-def plot_headings(
-    scale: str, # one of `SCALES`
-    out: str | Path, # folder with results
-    methods: Sequence[str] = ("fedl2p-start", "fedl2p-fomaml", "fedl2p"), # methods with learned rates
-):
-    "Mean of eta after the last round, relative to the initial rate: a row for each condition, a dot for each seed."
-    import matplotlib.pyplot as plt
-
-    cells = [{"last": c["clients"][0], **c} for c in results(out, scale)
-             if c["method"] in methods and ("last" in c or c["method"] == "fedl2p-start")]
-    rows = list(dict.fromkeys(map(condition_of, cells)))
-    fig, ax = plt.subplots(figsize=(8, 0.8 + 0.35 * len(rows)), layout="constrained")
-    for i, method in enumerate(methods):
-        own = [c for c in cells if c["method"] == method]
-        rates = [statistics.mean(c["last"]["eta"]) / c["settings"]["lr"] for c in own]
-        places, colour = [rows.index(condition_of(c)) for c in own], ("grey", "C0", "C1", "C2")[i % 4]
-        ax.plot(rates, places, "o", ms=5, alpha=0.7, color=colour, label=METHODS[method])
-    ax.axvline(1, color="grey", lw=0.5)
-    ax.set(yticks=range(len(rows)), yticklabels=[label(c) for c in rows], xlim=(0, None))
-    ax.set_xlabel("mean learning rate after the last round / initial one")
-    ax.invert_yaxis()
-    ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-    return fig
