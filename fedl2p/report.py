@@ -41,7 +41,7 @@ class Case:
 
     title: str
     records: list[Record] # of all methods, pools and seeds
-    rounds: dict[tuple[str, int], list[Json]] # (label of the method, seed) -> rounds
+    rounds: dict[tuple[str, object], list[Json]] # (label of the method, seed) -> rounds
     layers: dict[str, list] # see `fedl2p.analysis.layers_of`
     settings: Json
     machine: Json # versions and hardware
@@ -64,8 +64,9 @@ def _case(title: str, cells: Sequence[Json]) -> Case:
     "The case of some cells of one condition."
     order = {method: i for i, method in enumerate(METHODS)}
     cells = sorted(cells, key=lambda c: order.get(c["method"], len(order)))
-    names: dict[str, str] = {c["method"]: METHODS.get(c["method"], c["method"]) for c in cells}
+    names = {method: METHODS.get(method, method) for method in [str(c["method"]) for c in cells]}
     records = [r for c in cells for r in c["clients"]]
+    rounds: dict[tuple[str, object], list[Json]]
     rounds = {(names[c["method"]], c["seed"]): c["rounds"] for c in cells if c.get("rounds")}
     policies = [c for c in cells if c["clients"] and learned_by(c["method"]) == c["method"] != "fedl2p-start"]
     main = [*policies, *cells][0]  # FedL2P itself, if it is there

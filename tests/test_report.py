@@ -17,8 +17,8 @@ import zlib
 import pytest
 
 from fedl2p.cli import main
-from fedl2p.learner import Config
-from fedl2p.report import cases, html_table, report
+from fedl2p.client import Config
+from fedl2p.report import STYLE, cases, write_report
 from fedl2p.studies.demo import Demo, run_demo
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -27,29 +27,34 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     out = tmp_path_factory.mktemp("report") / "demo"
-    run_demo(Demo(Config(lr=0.01, epochs=1, rounds=2, fraction=0.2), seeds=(0,), clients=10, unseen=5, pretraining_rounds=3, more_estimators=(), out=out))
+    config = Config(lr=0.01, epochs=1, rounds=2, fraction=0.2)
+    run_demo(Demo(config, seeds=(0,), clients=10, unseen=5, pretraining_rounds=3, more_estimators=(), out=out))
     return out
 
 
 @pytest.fixture(scope="module")
 def page(folder):
-    return report([folder])
+    return write_report([folder])
 
 
 def cell(out, method, clients=(), **more):
-    """A cell of a study, as `fedl2p.studies.run_cell` writes it."""
-    content = {"dataset": "office", "alpha": 1000.0, "epochs": 5, "pretraining": "imagenet", "method": method, "seed": 0, "scale": "smoke", "accuracy": {"seen": 0.5}, "settings": {"lr": 0.1, "note": "<i>"}, "machine": {"device": "cpu"}, "clients": list(clients), **more}
+    """A cell of a study, as `fedl2p.studies.runs.run_cell` writes it."""
+    condition = {"dataset": "office", "alpha": 1000.0, "epochs": 5, "pretraining": "imagenet"}
+    about = {"method": method, "seed": 0, "scale": "smoke", "pools": ["seen"]}
+    made = {"settings": {"lr": 0.1, "note": "<i>"}, "machine": {"device": "cpu"}}
     path = out / "office" / "smoke" / "imagenet-alpha1000-e5" / f"{method}-seed0.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content))
+    path.write_text(json.dumps({**condition, **about, **made, "clients": list(clients), **more}))
+    return path
+
+
+def plain(n=4, domain="x", right=5):
+    return [{"pool": "seen", "client": f"c{i}", "domain": f"{domain}{i % 2}", "right": right, "n": 10, "loss": 1.0} for i in range(n)]
 
 
 def learned(n=4, eta=0.1, domain="x", beta=0.5):
-    return [{"pool": "seen", "client": f"c{i}", "domain": f"{domain}{i % 2}", "accuracy": 0.5, "n": 10, "loss": 1.0, "beta": [beta], "eta": [eta, eta], "xi": [float(i)], "feature_stats": [1.0, float(i)]} for i in range(n)]
-
-
-def plain():
-    return [{k: v for k, v in r.items() if k not in ("beta", "eta", "xi", "feature_stats")} for r in learned()]
+    strategies = [{"beta": [beta], "eta": [eta, eta], "xi": [float(i)], "feature_stats": [1.0, float(i)]} for i in range(n)]
+    return [record | strategy for record, strategy in zip(plain(n, domain), strategies, strict=True)]
 
 
 LAYERS = {"beta": ["bn"], "eta": ["w", "b"], "sizes": [30, 10]}
@@ -57,39 +62,89 @@ LAYERS = {"beta": ["bn"], "eta": ["w", "b"], "sizes": [30, 10]}
 
 def test_everything_is_on_the_page(page):
     text = page.read_text()
-    for expected in ("FedL2P, ift", "no fine-tuning", "FedL2P before learning", "mean inputs", "Adjusted Rand Index", "Sparsity", "pretraining_rounds", "torch", "Did the validation loss fall?", "Who gained over no fine-tuning"):
+    methods = ("FedL2P (IFT)", "no fine-tuning", "FedL2P before learning", "FedL2P (IFT), mean inputs")
+    numbers = ("Adjusted Rand Index", "Sparsity", "recipe", "torch")
+    for expected in (*methods, *numbers, "Did the validation loss fall?", "Who gained over no fine-tuning"):
         assert expected in text, expected
     assert not re.search(r"(src|href)=.https?:|url\(", text)  # it needs nothing from elsewhere
     assert text.count("<img") == len(list(page.parent.glob("*.png"))) >= 6
     for png in page.parent.glob("*.png"):
         assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert f"<style>{STYLE}</style>" in text  # as it is: a browser reads no &gt; there
+
+
+def test_a_demo_is_a_folder_of_cells(folder):
+    [case] = cases(folder)
+    assert case.title == "digits, fedavg, alpha 0.5, e 1, scale small" and case.main == "fedl2p-ift"
+    methods = {r["method"] for r in case.records}
+    assert methods > {"none", "ft-c", "ft-c-best", "l2p", "fedl2p-start", "fedl2p-ift", "fedl2p-ift-mean"}
+    assert len(case.of("fedl2p-ift", "seen")) == 10 and len(case.of("none", "unseen")) == 5
+    assert [len(history) for history in case.rounds.values()] == [2]
+
+
+def test_the_pictures_of_a_demo_are_about_its_own_estimator(tmp_path):
+    """And not about one of `more_estimators`, be it a method of the paper's tables."""
+    for method, estimator in {"none": "ift", "fedl2p-start": "ift", "fedl2p-fomaml": "fomaml", "fedl2p-ift": "ift"}.items():
+        clients = learned() if method.startswith("fedl2p") else plain()
+        cell(tmp_path, method, clients, layers=LAYERS, settings={"estimator": estimator})
+    [case] = cases(tmp_path)
+    assert case.main == "fedl2p-ift" and case.settings == {"estimator": "ift"}
 
 
 def test_a_study_with_its_frozen_and_identical_clients(tmp_path):
     cell(tmp_path, "fedl2p", learned(eta=0.0), layers=LAYERS, rounds=[{"round": 1, "val_loss": None, "failed": {"c0": "x"}, "diverging": 0}])
     cell(tmp_path, "none", plain())
-    text = report([tmp_path]).read_text()
+    text = write_report([tmp_path]).read_text()
     assert "1.00 to 1.00" in text and "all clients have the same numbers" in text and "clients that failed in a round: 1" in text
     assert "nan" not in re.sub(r"base64,[^\"]*", "", text)
 
 
 def test_one_client_a_domain_is_said(tmp_path):
     cell(tmp_path, "fedl2p", learned(n=2), layers=LAYERS)
-    assert "each domain has one client only" in report([tmp_path]).read_text()
+    assert "each domain has one client only" in write_report([tmp_path]).read_text()
 
 
 def test_a_part_of_a_study_is_a_folder_too(tmp_path):
     cell(tmp_path, "fedl2p", learned(), layers=LAYERS)
     [case] = cases(tmp_path / "office")
-    assert case.main == "FedL2P" and len(case.of("FedL2P", "seen")) == 4
+    assert case.main == "fedl2p" and len(case.of("fedl2p", "seen")) == 4
+
+
+def test_a_cell_of_an_older_version_is_read(tmp_path):
+    """It holds shares of right answers."""
+    old = [{**{k: v for k, v in r.items() if k != "right"}, "accuracy": 0.7} for r in plain()]
+    cell(tmp_path, "none", old, pools=None, accuracy={"seen": 0.7})
+    assert [r["right"] for r in cases(tmp_path)[0].records] == [7] * 4
+    assert '<td class="number">70.0</td>' in write_report([tmp_path]).read_text()
+
+
+def test_a_folder_of_an_older_demo_is_refused(tmp_path, capsys):
+    """Its folders are called seed-0 and so on, and it has no cells."""
+    (tmp_path / "seed-0").mkdir()
+    for name in ("seed-0/l2p.json", "clients.jsonl", "config.json"):
+        (tmp_path / name).write_text("{}\n")
+    before = sorted(tmp_path.rglob("*"))
+    words = f"{tmp_path} holds no results but those of an older version of the demo: run it again"
+    with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
+        cases(tmp_path)
+    assert main(["report", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == f"fedl2p: {words}\n" and sorted(tmp_path.rglob("*")) == before
+
+
+def test_files_of_others_are_passed_over(tmp_path):
+    """Their names may look like those of cells."""
+    cell(tmp_path, "none", plain())
+    for name, content in {"mine-seed1.json": "[1, 2]", "yours-seed1.json": '{"clients": []}'}.items():
+        (tmp_path / name).write_text(content)
+    assert [r["method"] for case in cases(tmp_path) for r in case.records] == ["none"] * 4
 
 
 def test_a_diverged_cell_is_said(tmp_path):
-    cell(tmp_path, "fedl2p", [], diverged="nobody is left", accuracy={"seen": None})
+    cell(tmp_path, "fedl2p", [], diverged="nobody is left")
     cell(tmp_path, "none", plain())
-    assert "FedL2P, seed 0, has no result: nobody is left" in report([tmp_path]).read_text()
+    assert "FedL2P, seed 0, has no result: nobody is left" in write_report([tmp_path]).read_text()
     (tmp_path / "office/smoke/imagenet-alpha1000-e5/none-seed0.json").unlink()
-    assert "has no result" in report([tmp_path]).read_text()  # and nothing else
+    assert "has no result" in write_report([tmp_path]).read_text()  # and nothing else
 
 
 @pytest.mark.parametrize("odd", [
@@ -104,39 +159,44 @@ def test_a_diverged_cell_is_said(tmp_path):
 def test_odd_folders_make_a_page(tmp_path, odd):
     for method, content in odd.items():
         cell(tmp_path, method, **content)
-    assert "no fine-tuning less no fine-tuning" not in report([tmp_path]).read_text()
+    assert "no fine-tuning less no fine-tuning" not in write_report([tmp_path]).read_text()
 
 
 def test_reading_changes_nothing(folder, tmp_path):
     copy = tmp_path / "copy"
-    shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("config.json", "report"))
+    shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("report"))
     before = sorted(copy.rglob("*"))
-    with pytest.raises(ValueError, match="config.json is missing"):
-        report([copy])
+    cases(copy)
+    assert sorted(copy.rglob("*")) == before
+    damaged = next(copy.rglob("none-seed0.json"))
+    damaged.write_text(damaged.read_text()[:50])
+    with pytest.raises(ValueError, match="none-seed0.json is damaged"):
+        write_report([copy])
     assert sorted(copy.rglob("*")) == before
 
 
 def test_pictures_of_an_earlier_report_go(folder, tmp_path):
     out = tmp_path / "out"
-    report([folder], out)
+    write_report([folder], out)
     (out / "old-99.png").write_bytes(b"x")
     (out / "mine.png").write_bytes(b"x")
-    report([folder], out)
+    write_report([folder], out)
     assert not (out / "old-99.png").exists() and (out / "mine.png").exists()
 
 
 def test_nothing_in_a_folder_becomes_markup(tmp_path):
     cell(tmp_path, "fedl2p", learned(domain="<script>alert(1)</script>"), layers={**LAYERS, "beta": ["<b>bn"]})
-    text = report([tmp_path]).read_text()
+    cell(tmp_path, "<img src=x>", plain())
+    text = write_report([tmp_path]).read_text()
     assert "<script" not in text and "<i>" not in text and "&lt;i&gt;" in text
-    assert html_table("| a |\n|---|\n| <img src=x> |").count("<img") == 0
+    assert "<img src=x" not in text and "<td>&lt;img src=x&gt;</td>" in text
 
 
 def test_wrong_folders_are_named(tmp_path, capsys):
     assert main(["report", str(tmp_path / "nowhere")]) == 1
-    assert "nowhere, which holds no results" in capsys.readouterr().err
+    assert capsys.readouterr().err == f"fedl2p: {tmp_path / 'nowhere'} holds no results\n"
     assert main(["report", str(tmp_path), str(tmp_path), str(tmp_path)]) == 1
-    assert "folders has 3 entries" in capsys.readouterr().err
+    assert "folders must be one, or two to be shown side by side, got 3" in capsys.readouterr().err
     (tmp_path / "fedl2p-seed0.json").write_text("{")
     assert main(["report", str(tmp_path)]) == 1
     assert "damaged" in capsys.readouterr().err
@@ -201,7 +261,7 @@ def pixels(png):
 @pytest.mark.parametrize(("name", "width", "height"), [("phone", 390, 844), ("desktop", 1440, 900)])
 @pytest.mark.parametrize("two", [False, True])
 def test_the_page_in_a_browser(folder, page, tmp_path, name, width, height, two):
-    where = report([folder, folder], tmp_path / "two") if two else page
+    where = write_report([folder, folder], tmp_path / "two") if two else page
     with browser() as send:
         target = send("Target.createTarget", url="about:blank")["targetId"]
         session = send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]

@@ -43,12 +43,6 @@ CIFAR10_BATCHES = {"data_batch_1": "5dd7e06a", "data_batch_2": "5ea93a67", "data
                    "data_batch_4": "ae636b3b", "data_batch_5": "53f37980", "test_batch": "803d5f7f"}
 CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
-
-def _read_batch(path: Path, md5: str) -> tuple[np.ndarray, np.ndarray]:
-    "Images [N, 3, 32, 32] and labels [N] of one file of CIFAR-10's binary version."
-    records = np.frombuffer(read_checked(path, md5), np.uint8).reshape(-1, 1 + 3 * 32 * 32)
-    return records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0]
-
 # %% ../../nbs/studies/datasets.ipynb #cc08a113
 def _cifar10_arrays(root: Path, download: bool) -> dict[str, np.ndarray]:
     "x_train y_train x_test y_test: uint8 images [N, 3, 32, 32] and labels."
@@ -56,14 +50,17 @@ def _cifar10_arrays(root: Path, download: bool) -> dict[str, np.ndarray]:
     if not path.exists():
         if not all((folder / f"{name}.bin").exists() for name in CIFAR10_BATCHES):
             fetch(CIFAR10_URL, CIFAR10_MD5, root, folder, download)
-        *train, test = [_read_batch(folder / f"{name}.bin", md5) for name, md5 in CIFAR10_BATCHES.items()]
-        x, y = (np.concatenate(parts) for parts in zip(*train, strict=True))
-        write_npz(path, x_train=x, y_train=y, x_test=test[0], y_test=test[1])
+        raw = [read_checked(folder / f"{name}.bin", md5) for name, md5 in CIFAR10_BATCHES.items()]
+        arrays = {}
+        for part, batches in (("train", raw[:-1]), ("test", raw[-1:])):
+            records = np.frombuffer(b"".join(batches), np.uint8).reshape(-1, 1 + 3 * 32 * 32)
+            arrays[f"x_{part}"], arrays[f"y_{part}"] = records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0]
+        write_npz(path, **arrays)
     arrays = read_npz(path)
     for part in ("train", "test"):
         x, y = (arrays.get(f"{name}_{part}", np.empty(0)) for name in "xy")  # the types of an empty one are wrong
-        images = x.dtype == np.uint8 and x.shape[1:] == (3, 32, 32)
-        if not images or y.shape != x.shape[:1] or y.dtype.kind not in "iu" or set(y.tolist()) != set(range(10)):
+        if (x.dtype != np.uint8 or x.shape[1:] != (3, 32, 32)
+                or y.shape != x.shape[:1] or y.dtype.kind not in "iu" or set(y.tolist()) != set(range(10))):
             raise ValueError(
                 f"{path}: x_{part} and y_{part} must be uint8 images [N, 3, 32, 32] and labels [N] with all of 0 to 9; "
                 "delete the file and it is made anew"
@@ -72,22 +69,23 @@ def _cifar10_arrays(root: Path, download: bool) -> dict[str, np.ndarray]:
 
 
 def _data(
-    x: np.ndarray, y: Tensor, hand: np.ndarray, mean: Sequence[float] = CIFAR_MEAN, std: Sequence[float] = CIFAR_STD
+    x: Tensor, y: Tensor, hand: Tensor | np.ndarray,
+    mean: Sequence[float] = CIFAR_MEAN, std: Sequence[float] = CIFAR_STD
 ) -> Data:
     "The samples of a client: of uint8 images those with the numbers in its hand, standardised by channel."
-    center, scale = (torch.tensor(v)[:, None, None] for v in (mean, std))
-    return Data(torch.from_numpy(np.ascontiguousarray(x[hand])).float().div_(255).sub_(center).div_(scale), y[hand])
+    from torchvision.transforms.functional import normalize
+
+    return Data(normalize(x[hand].float() / 255, mean, std), y[hand])
 
 
-def _balanced(x: np.ndarray, y: np.ndarray, n: int, rng: torch.Generator, what: str) -> tuple[np.ndarray, Tensor]:
+def _balanced(x: np.ndarray, y: np.ndarray, n: int, rng: torch.Generator, what: str) -> tuple[Tensor, Tensor]:
     "n images and their labels, by chance but with classes as equal as can be; in the order that they had."
     require(10 <= n <= len(y), f"number of {what}", f"from 10, one for each class, to {len(y)}, all there are", n)
     order = torch.randperm(len(y), generator=rng).numpy()
-    rank = np.empty(len(y), int)  # how many of its class come before it
-    for c in np.unique(y):
-        rank[order[y[order] == c]] = np.arange((y == c).sum())
-    chosen = np.sort(order[np.argsort(rank[order], kind="stable")[:n]])
-    return x[chosen], torch.from_numpy(y[chosen].astype(np.int64))
+    one_hot = np.eye(10)[y[order]]
+    rank = (one_hot * one_hot.cumsum(0)).sum(1)  # the first, second, ... of its class
+    chosen = np.sort(order[np.argsort(rank, kind="stable")[:n]])
+    return torch.from_numpy(x[chosen]), torch.from_numpy(y[chosen].astype(np.int64))
 
 # %% ../../nbs/studies/datasets.ipynb #cf565ca0
 def _follow(y: np.ndarray, counts: np.ndarray, rng: torch.Generator) -> list[np.ndarray]:
@@ -99,13 +97,13 @@ def _follow(y: np.ndarray, counts: np.ndarray, rng: torch.Generator) -> list[np.
     deal = np.floor(wish + 1e-9).astype(int)
     need, left = len(y) // n_clients - deal.sum(1), stock - deal.sum(0)
     fractions = wish - deal + 1e-6 * torch.rand(wish.shape, generator=rng).numpy()  # equal ones in random order
-    for i, c in zip(*np.unravel_index(np.argsort(-fractions, axis=None), wish.shape), strict=True):
-        if need[i] and left[c]:
-            deal[i, c], need[i], left[c] = deal[i, c] + 1, need[i] - 1, left[c] - 1
-    for i in np.flatnonzero(need):
-        for c in range(classes):
-            n = min(need[i], left[c])
-            deal[i, c], need[i], left[c] = deal[i, c] + n, need[i] - n, left[c] - n
+    largest_first = np.argsort(-fractions, axis=None)
+    for most, cells in ((1, largest_first), (len(y), np.arange(wish.size))):  # first one more, then whatever is left
+        for i, c in zip(*np.unravel_index(cells, wish.shape), strict=True):
+            n = min(most, need[i], left[c])
+            deal[i, c] += n
+            need[i] -= n
+            left[c] -= n
     order = torch.randperm(len(y), generator=rng).numpy()
     piles = [np.split(order[y[order] == c], deal[:, c].cumsum())[:-1] for c in range(classes)]
     return [np.sort(np.concatenate(hand)) for hand in zip(*piles, strict=True)]
@@ -127,14 +125,17 @@ def cifar10(
                   f"{part} images (n_clients * {each})")
         for part, each in (("train", size), ("test", test_size))
     ]
-    hands = [hand.numpy() for hand in lda_partition(y, n_clients, alpha, seed)]
+    hands = lda_partition(y, n_clients, alpha, seed)
     counts = np.stack([np.bincount(y[hand], minlength=10) for hand in hands])
     test_hands = _follow(y_test.numpy(), counts, generator(seed, "cifar10", "deal the test images"))
-    clients = []
-    for i, (hand, test_hand) in enumerate(zip(hands, test_hands, strict=True)):
-        train, val = split(_data(x, y, hand), 0.2, generator(seed, "validation split", f"cifar10-{i}"))
-        clients.append(Client(f"cifar10-{i}", train, val, _data(x_test, y_test, test_hand)))
-    return clients
+    return [
+        Client(
+            f"cifar10-{i}",
+            *split(_data(x, y, hand), 0.2, generator(seed, "validation split", f"cifar10-{i}")),
+            _data(x_test, y_test, test_hand)
+        )
+        for i, (hand, test_hand) in enumerate(zip(hands, test_hands, strict=True))
+    ]
 
 # %% ../../nbs/studies/datasets.ipynb #3133fed4
 CIFAR10C_URL = "https://zenodo.org/records/2535967/files/CIFAR-10-C.tar"
@@ -143,17 +144,17 @@ CIFAR10C_MD5 = "56bf5dcef84df0e2308c6dcbcbbd8499"
 
 def _cifar10c_arrays(folder: Path, kind: str, severity: int) -> tuple[np.ndarray, np.ndarray]:
     "Images [N, 32, 32, 3], still on disk, and labels of one corruption at one severity."
-    for path in (folder / f"{kind}.npy", folder / "labels.npy"):
+    paths = folder / f"{kind}.npy", folder / "labels.npy"
+    for path in paths:
         if not path.exists():
             raise FileNotFoundError(f"{path} is not there; {folder} must hold the files of {CIFAR10C_URL}")
-    x, y = load_npy(folder / f"{kind}.npy"), load_npy(folder / "labels.npy")
+    x, y = map(load_npy, paths)
     if x.dtype != np.uint8 or x.shape[1:] != (32, 32, 3) or y.shape != x.shape[:1] or len(y) % 5:
         raise ValueError(
             f"{folder / kind}.npy has shape {x.shape} and type {x.dtype}, labels.npy shape {y.shape}; the official "
             "files have uint8 images [N, 32, 32, 3] and labels [N], five severities one after the other"
         )
-    n = len(y) // 5
-    return x[(severity - 1) * n:severity * n], np.array(y[(severity - 1) * n:severity * n])
+    return np.split(x, 5)[severity - 1], np.array(np.split(y, 5)[severity - 1])
 
 # %% ../../nbs/studies/datasets.ipynb #c1dcbf2f
 def cifar10c(
@@ -180,21 +181,20 @@ def cifar10c(
         n = len(labels) if size is None else clients_each * size
         x, y = _balanced(images, labels, n, generator(seed, "cifar10c", kind), f"{kind} images (clients_each * size)")
         domain = f"own-{kind}" if own else kind
-        if own:
-            x = corrupt(torch.from_numpy(x), cast(Corruption, kind), severity, seed).numpy()
-        else:
-            x = x.transpose(0, 3, 1, 2)
+        x = corrupt(x, cast(Corruption, kind), severity, seed) if own else x.movedim(-1, 1).contiguous()
         for i, hand in enumerate(lda_partition(y, clients_each, alpha, generator(seed, "deal", kind).initial_seed())):
-            clients.append(make_client(f"{domain}-{i}", _data(x, y, hand.numpy()), domain, seed))
+            clients.append(make_client(f"{domain}-{i}", _data(x, y, hand), domain, seed))
     return clients
 
 # %% ../../nbs/studies/datasets.ipynb #56243ef7
-_OFFICE = "backpack bike calculator headphones keyboard laptop monitor mouse mug projector".split()
-_DOMAINNET = "bird feather headphones ice_cream teapot tiger whale windmill wine_glass zebra".split()
 # The last two names of Office-Caltech-10 are FedBN's. Domains have the names that their folders may have.
-OFFICE_CLASSES = {name: i for i, name in enumerate(_OFFICE)} | {"back_pack": 0, "laptop_computer": 5}
+OFFICE_CLASSES = {name: i for i, name in enumerate(
+    "backpack bike calculator headphones keyboard laptop monitor mouse mug projector".split()
+)} | {"back_pack": 0, "laptop_computer": 5}
 OFFICE_DOMAINS = {"amazon": ("amazon",), "caltech": ("caltech", "caltech10"), "dslr": ("dslr",), "webcam": ("webcam",)}
-DOMAINNET_CLASSES = {name: i for i, name in enumerate(_DOMAINNET)}
+DOMAINNET_CLASSES = {name: i for i, name in enumerate(
+    "bird feather headphones ice_cream teapot tiger whale windmill wine_glass zebra".split()
+)}
 DOMAINNET_DOMAINS = {name: (name,) for name in ("clipart", "infograph", "painting", "quickdraw", "real", "sketch")}
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -211,13 +211,15 @@ def _domain_clients(root: str | Path, folder: str, domains: Mapping[str, Sequenc
     clients = []
     for domain, images in files.items():
         order = torch.randperm(len(images), generator=generator(seed, folder, domain))
-        drawn = [images[i] for i in sorted(order[:n].tolist())]
-        paths, y = [path for path, _ in drawn], torch.tensor([label for _, label in drawn])
+        paths, labels = zip(*(images[i] for i in sorted(order[:n].tolist())), strict=True)
+        y = torch.tensor(labels)
         cache = Path(root) / "cache" / f"{folder}-{domain}-{pixels}px-{n}-seed{seed}.npz"
-        x = cached(cache, key(paths, pixels), partial(decode, paths, pixels, f"{folder}: {domain}"))
+        x = torch.from_numpy(
+            cached(cache, key(paths, pixels), partial(decode, paths, pixels, f"{folder}: {domain}"))
+        )
         for i, hand in enumerate(lda_partition(y, clients_each, alpha, generator(seed, "deal", domain).initial_seed())):
             name = domain if clients_each == 1 else f"{domain}-{i}"
-            clients.append(make_client(name, _data(x, y, hand.numpy(), IMAGENET_MEAN, IMAGENET_STD), domain, seed))
+            clients.append(make_client(name, _data(x, y, hand, IMAGENET_MEAN, IMAGENET_STD), domain, seed))
     return clients
 
 
@@ -265,30 +267,20 @@ def _mel(seconds: np.ndarray, mels: int) -> np.ndarray:
     return (((power + 1e-6).log() + 6.9) / 5.0)[:, None].numpy()
 
 # %% ../../nbs/studies/datasets.ipynb #8b95352c
-def _speakers(folder: Path) -> tuple[dict[str, list[Path]], dict[str, list[Path]]]:
-    "The clips of each training speaker, and of each speaker of the validation and test lists."
-    held = set()
+def _speakers(folder: Path) -> tuple[dict[str, list[Path]], set[str]]:
+    "The clips of each speaker who has enough, and the speakers of the validation and test lists."
+    listed = set()
     for name in ("validation_list.txt", "testing_list.txt"):
         if not (folder / name).exists():
             raise FileNotFoundError(
                 f"{folder / name} is not there; {folder} must hold Speech Commands v0.02: "
                 "<word>/<speaker>_nohash_<n>.wav, _background_noise_/, validation_list.txt and testing_list.txt"
             )
-        held |= {line.split("/")[-1].split("_nohash_")[0] for line in (folder / name).read_text().split()}
-    train: dict[str, list[Path]] = {}
-    later: dict[str, list[Path]] = {}
+        listed |= {Path(line).name.split("_nohash_")[0] for line in (folder / name).read_text().split()}
+    clips: dict[str, list[Path]] = {}
     for path in sorted(folder.glob("*/*_nohash_*.wav")):
-        speaker = path.name.split("_nohash_")[0]
-        (later if speaker in held else train).setdefault(speaker, []).append(path)
-    return train, later
-
-
-def _silence(folder: Path) -> list[np.ndarray]:
-    "The background recordings."
-    paths = sorted((folder / "_background_noise_").glob("*.wav"))
-    if not paths:
-        raise FileNotFoundError(f"{folder / '_background_noise_'} has no recordings; silence clips are cut from them")
-    return [read_wav(path, RATE) for path in paths]
+        clips.setdefault(path.name.split("_nohash_")[0], []).append(path)
+    return {speaker: paths for speaker, paths in clips.items() if len(paths) >= MIN_CLIPS}, listed
 
 
 def _speaker_client(
@@ -300,7 +292,7 @@ def _speaker_client(
     y = [SPEECH_CLASSES.index(word) if (word := path.parent.name) in SPEECH_CLASSES[:10] else 10 for path in paths]
     rng, cuts = generator(seed, "silence", speaker), []
     for _ in range(max(round(len(paths) / 10), 1)):
-        recording = noise[int(torch.randint(len(noise), (), generator=rng))]
+        recording = noise[torch.randint(len(noise), (), generator=rng)]
         cuts.append(_second(recording, int(torch.randint(max(len(recording) - RATE, 0) + 1, (), generator=rng))))
     x = torch.from_numpy(np.concatenate([words, _mel(np.stack(cuts), mels)]))
     return make_client(speaker, Data(x, torch.tensor(y + [11] * len(cuts))), seed=seed)
@@ -331,18 +323,20 @@ def speech(
                 f"{folder} is not there and could not be downloaded ({error}); "
                 "unpack speech_commands_v0.02.tar.gz there yourself"
             ) from error
-    train, later = ({speaker: clips for speaker, clips in pool.items() if len(clips) >= MIN_CLIPS}
-                    for pool in _speakers(folder))
-    for name, n, pool, source in (
-        ("n_seen", n_seen, train, "the training list"),
-        ("n_unseen", n_unseen, later, "the validation and test lists"),
-    ):
-        most = f"{len(pool)}, the speakers of {source} with at least {MIN_CLIPS} clips in {folder}"
-        require(0 <= n <= len(pool), name, f"from 0 to {most}", n)
-    seen = sorted(train, key=lambda speaker: (-len(train[speaker]), speaker))[:n_seen]
+    clips, listed = _speakers(folder)
+    train, later = clips.keys() - listed, clips.keys() & listed
+    enough = f"with at least {MIN_CLIPS} clips in {folder}"
+    require(0 <= n_seen <= len(train), "n_seen",
+            f"from 0 to {len(train)}, the speakers of the training list {enough}", n_seen)
+    require(0 <= n_unseen <= len(later), "n_unseen",
+            f"from 0 to {len(later)}, the speakers of the validation and test lists {enough}", n_unseen)
+    seen = sorted(train, key=lambda speaker: (-len(clips[speaker]), speaker))[:n_seen]
     order = torch.randperm(len(later), generator=generator(seed, "unseen speakers"))
     unseen = [sorted(later)[i] for i in order[:n_unseen]]
-    noise, cache = _silence(folder), Path(root) / "cache" / f"speech-{mels}mels"
-    clients = {speaker: _speaker_client(speaker, (train | later)[speaker], noise, cache, mels, seed)
+    noise = [read_wav(path, RATE) for path in sorted((folder / "_background_noise_").glob("*.wav"))]
+    if not noise:
+        raise FileNotFoundError(f"{folder / '_background_noise_'} has no recordings; silence clips are cut from them")
+    cache = Path(root) / "cache" / f"speech-{mels}mels"
+    clients = {speaker: _speaker_client(speaker, clips[speaker], noise, cache, mels, seed)
                for speaker in tqdm(seen + unseen, "speakers", leave=False, delay=1)}
     return [clients[s] for s in seen], [clients[s] for s in unseen]
