@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .core import require, require_choice
+from .core import require_choice
 
 # %% ../nbs/00_bn.ipynb #7983b515
 def batch_statistics(
@@ -174,8 +174,8 @@ def beta_buffers(
     beta = torch.as_tensor(beta, dtype=like.dtype, device=like.device)
     if beta.dim() == 0:
         beta = beta.expand(len(layers))
-    n = beta.shape[-1]
-    require(n == len(layers), "beta", f"{len(layers)} numbers, one for each of the layers {list(layers)}", n)
+    if (n := beta.shape[-1]) != len(layers):
+        raise ValueError(f"beta must be {len(layers)} numbers, one for each of the layers {list(layers)}, got {n}")
     if len(outside := (~((beta >= 0) & (beta <= 1))).nonzero()):  # written so that NaN fails too
         name = list(layers)[outside[0, -1]]
         raise ValueError(f"beta must be in [0, 1], got {beta[tuple(outside[0])]:.8g} (layer {name!r})")
@@ -201,8 +201,7 @@ def _mixing(layer: _BatchNorm, name: str) -> MixBatchNorm:
     new = MixBatchNorm(layer.num_features, layer.eps, layer.momentum, name=name).to(layer.running_mean)
     new.weight, new.bias = layer.weight, layer.bias
     new.pretrained_mean, new.pretrained_var = cast(Tensor, layer.running_mean), cast(Tensor, layer.running_var)
-    for child_name, child in layer.named_children():
-        new.add_module(child_name, child)
+    new._modules.update(layer._modules)
     return new.train(layer.training)
 
 
@@ -218,9 +217,7 @@ def mix_bn(
         if isinstance(module, _BatchNorm) and module.running_mean is None:
             left.add(module)
         elif isinstance(module, _BatchNorm):
-            if module not in done:  # a layer that stands in two places stays one layer
-                done[module] = _mixing(module, name)
-            return done[module]
+            return done.setdefault(module, _mixing(module, name))  # a layer that stands in two places stays one layer
         for child_name, child in module._modules.items():
             if child is not None:
                 module._modules[child_name] = convert(child, f"{name}.{child_name}".lstrip("."))
@@ -240,12 +237,11 @@ def bn_mode(
 ) -> Iterator[nn.Module]: # the same model
     "Run a block with all mixing layers in `mode`; afterwards each has the mode that it had."
     require_choice("mode", mode, MODES)
-    layers = _mixing_layers(model).values()
-    before = [layer.mode for layer in layers]
+    before = [(layer, layer.mode) for layer in _mixing_layers(model).values()]
     try:
-        for layer in layers:
+        for layer, _ in before:
             layer.mode = mode
         yield model
     finally:
-        for layer, old in zip(layers, before, strict=True):
+        for layer, old in before:
             layer.mode = old

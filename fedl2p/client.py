@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from .bn import bn_mode
-from .core import Json, State, device_of, evaluating, generator, require, require_choice
+from .core import Json, State, device_of, evaluating, generator, require, require_choice, warn
 from .data import Client, Data, check
 from .federated import Update
 from fedl2p.finetune import (
@@ -329,8 +329,7 @@ def score_all(
     outcomes = runner.progress(runner.run_all(tasks), title, len(tasks), 0)
     for client, outcome in zip(clients, outcomes, strict=True):
         if outcome.failure:
-            message = f"client {client.id!r} is left out: {outcome.failure.reason}"
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
+            warn(f"client {client.id!r} is left out: {outcome.failure.reason}")
         else:
             values.append(outcome.value)
     if not values:

@@ -113,7 +113,7 @@ def check(
         if not data.x.isfinite().all():
             raise ValueError(f"client {client.id!r}: "
                              f"{part}.x has {(~data.x.isfinite()).sum()} values that are not finite")
-        classes = _outputs(model, data.x[:1]) if classes is None else classes
+        classes = classes or _outputs(model, data.x[:1])
         if data.y.min() < 0 or data.y.max() >= classes:
             raise ValueError(f"client {client.id!r}: {part}.y must be in [0, {classes - 1}], the model's outputs, "
                              f"got {data.y.min()} to {data.y.max()}")
@@ -152,13 +152,13 @@ def lda_partition(
     hands: list[list[int]] = [[] for _ in range(n_clients)]
     for i in rng.permutation(n_clients):  # in random order, since the last ones take what is left
         while missing := sizes[i] - len(hands[i]):
-            filled = np.array([len(pile) > 0 for pile in piles])
+            filled = [bool(pile) for pile in piles]
             weights = np.where(filled, np.exp(np.minimum(tastes[i] - tastes[i][filled].max(), 0)), 0)
             for pile, wish in zip(piles, rng.multinomial(missing, weights / weights.sum()), strict=True):
-                taken = min(wish, len(pile))
-                hands[i] += pile[len(pile) - taken:]
-                del pile[len(pile) - taken:]
-    return [torch.tensor(sorted(int(n) for n in hand)) for hand in hands]
+                start = max(len(pile) - wish, 0)
+                hands[i] += pile[start:]
+                del pile[start:]
+    return [torch.tensor(np.sort(hand)) for hand in hands]
 
 # %% ../nbs/01_data.ipynb #bf4b9342
 def label_counts(
@@ -208,7 +208,7 @@ def plot_domains(
     "The first training images of some clients of each domain, one row a client."
     import matplotlib.pyplot as plt
 
-    kinds = list(dict.fromkeys(c.domain for c in clients))
+    kinds = dict.fromkeys(c.domain for c in clients)
     rows = [c for kind in kinds for c in [c for c in clients if c.domain == kind][:per_domain]]
     fig, axes = plt.subplots(len(rows), images, squeeze=False, layout="constrained",
                              figsize=(0.7 * images + 1, 0.7 * len(rows)))
@@ -218,5 +218,5 @@ def plot_domains(
             ax.set(xticks=[], yticks=[], frame_on=False)
             if i < len(client.train):
                 image = client.train.x[i].cpu().movedim(0, -1)
-                ax.imshow(image.squeeze(-1) if image.shape[-1] == 1 else image.clamp(0, 1), cmap="gray", vmin=0, vmax=1)
+                ax.imshow(image.clamp(0, 1), cmap="gray", vmin=0, vmax=1)
     return fig

@@ -6,13 +6,12 @@
 __all__ = ['EMPTY_ROUNDS', 'average', 'sample', 'Update', 'Round', 'refusal', 'run_round', 'Diverged', 'fedavg']
 
 # %% ../nbs/08_federated.ipynb #8c462432
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from .core import State, generator, require
+from .core import State, generator, require, warn
 from .data import Client
 from .runner import Failure, Runner, Task
 
@@ -97,8 +96,7 @@ def run_round(
             id = task.client.id
             if failure := outcome.failure or refusal(outcome.value, state):
                 failed[id] = failure
-                message = f"round {number}: client {id!r} is left out: {failure.reason}"
-                warnings.warn(message, RuntimeWarning, stacklevel=2)
+                warn(f"round {number}: client {id!r} is left out: {failure.reason}")
             else:
                 reports[id] = outcome.value.report
                 yield outcome.value.state, outcome.value.weight

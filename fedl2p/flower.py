@@ -11,7 +11,6 @@ import logging
 import math
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -42,6 +41,7 @@ try:
     from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedAvg
 except ImportError as error:
     raise ImportError('fedl2p.flower needs Flower: pip install "fedl2p[flower]"') from error
+from .core import warn
 
 # %% ../nbs/library/flower.ipynb #ce61161f
 WORK: dict[str, Callable[..., Any]] = { # all that a server can ask for, as functions of a task
@@ -192,8 +192,7 @@ class Nodes:
         domains = load_or_make(Path(path), lambda: domains) if path else domains
         if len(domains) < n:
             where = f"; {path} keeps their names" if path else ""
-            message = f"{len(domains)} clients take part, of the {n} that were asked for{where}"
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
+            warn(f"{len(domains)} clients take part, of the {n} that were asked for{where}")
         return [_stub(id, domain) for id, domain in sorted(domains.items())]
 
     def __call__(
@@ -242,8 +241,7 @@ class Nodes:
                 outcome = self._outcome(node, answers, _read_name)
                 if outcome.failure:
                     self.silent.add(node)
-                    message = f"node {node} is left out: {outcome.failure.reason}"
-                    warnings.warn(message, RuntimeWarning, stacklevel=2)
+                    warn(f"node {node} is left out: {outcome.failure.reason}")
                 else:
                     self.known[node] = outcome.value
         return {self.known[node][0].id: node for node in online if node in self.known}
@@ -325,11 +323,15 @@ class Privacy(NamedTuple):
 def _private(outcomes: list[Outcome], state: State, privacy: Privacy) -> list[Outcome]:
     "The same outcomes, each with the private mean for its state: the mean of equal states is that state."
     learned = [name for name in state if name not in ("center", "deviation")]  # what inputs are compared with
-    still = Outcome(None, Failure("refused", "sent back what it got"))  # Flower's clipping would divide by 0
-    for i, o in enumerate(outcomes):
-        if not (o.failure or refusal(o.value, state)) and all(torch.equal(o.value.state[k], t) for k, t in state.items()):
-            outcomes[i] = still
-    good = [not (o.failure or refusal(o.value, state)) for o in outcomes]
+
+    def checked(o: Outcome) -> Outcome:
+        failure = o.failure or refusal(o.value, state)
+        if not failure and all(torch.equal(o.value.state[k], t) for k, t in state.items()):
+            failure = Failure("refused", "sent back what it got")  # Flower's clipping would divide by 0
+        return Outcome(None, failure) if failure else o
+
+    outcomes = [checked(o) for o in outcomes]
+    good = [o.failure is None for o in outcomes]
     if not any(good):
         return outcomes
     strategy = DifferentialPrivacyServerSideFixedClipping(FedAvg(), privacy.noise, privacy.clip, sum(good))

@@ -50,23 +50,26 @@ def times(eta: Tensor, a: Weights) -> Weights:
     return {k: e * a[k] for k, e in zip(a, eta.unbind(), strict=True)}
 
 # %% ../nbs/07_hypergrad.ipynb #fc9a7fd1
-def _leaves(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {k: t.detach().requires_grad_() for k, t in tensors.items()}
+def _leaves(weights: Weights, hyper: Hyper) -> tuple[Weights, Hyper, Hyper]:
+    "Weights and hyperparameters to differentiate by, and the latter without eta."
+    w, h = ({k: t.detach().requires_grad_() for k, t in tensors.items()} for tensors in (weights, hyper))
+    return w, h, {k: t for k, t in h.items() if k != "eta"}
 
 
 def _value(loss: Loss, weights: Weights, hyper: Hyper, name: str) -> Tensor:
     value = loss(weights, hyper)
     if not value.isfinite():
-        advice = "lower the learning rates eta, or look for NaN in the data"
-        raise FloatingPointError(f"the {name} is {value.item()}; {advice}")
+        raise FloatingPointError(
+            f"the {name} is {value.item()}; lower the learning rates eta, or look for NaN in the data"
+        )
     return value
 
 
-def _sort(slopes: Sequence[Tensor | None], weights: Weights, names: Sequence[str]) -> tuple[Weights, Hyper]:
-    "Derivatives by the weights, 0 where there are none, and by those of the named hyperparameters that have one."
+def _sort(slopes: Sequence[Tensor | None], weights: Weights, hyper: Hyper) -> tuple[Weights, Hyper]:
+    "Derivatives by the weights, 0 where there are none, and by the hyperparameters that have one."
     pairs = zip(weights.items(), slopes, strict=False)
     by_weights = {k: torch.zeros_like(t) if d is None else d for (k, t), d in pairs}
-    return by_weights, {k: d for k, d in zip(names, slopes[len(weights):], strict=True) if d is not None}
+    return by_weights, {k: d for k, d in zip(hyper, slopes[len(weights):], strict=True) if d is not None}
 
 
 def gradient(
@@ -76,9 +79,8 @@ def gradient(
     name: str = "loss", # name of the loss, for messages
 ) -> tuple[Weights, Hyper]: # derivatives by the weights, and by hyperparameters in the loss, without eta
     "First derivatives of a loss."
-    w, h = _leaves(weights), _leaves(hyper)
-    others = [k for k in h if k != "eta"]
-    inputs = [*w.values(), *(h[k] for k in others)]
+    w, h, others = _leaves(weights, hyper)
+    inputs = [*w.values(), *others.values()]
     return _sort(torch.autograd.grad(_value(loss, w, h, name), inputs, allow_unused=True), w, others)
 
 # %% ../nbs/07_hypergrad.ipynb #f9300fda
@@ -90,7 +92,7 @@ def _slopes(loss: Loss, weights: Weights, hyper: Hyper, wanted: Sequence[str], n
     slopes: Sequence[Tensor | None] = [None] * len(leaves)
     if leaves and value.requires_grad:
         slopes = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
-    return _sort(slopes, leaves, [])[0]
+    return _sort(slopes, leaves, {})[0]
 
 
 class Descent(NamedTuple):
@@ -133,8 +135,8 @@ class Curvature(NamedTuple):
 
 # %% ../nbs/07_hypergrad.ipynb #3222b04f
 def _exact(loss: Loss, weights: Weights, hyper: Hyper, name: str) -> Curvature:
-    w, h = _leaves(weights), _leaves(hyper)
-    others = [k for k in h if k != "eta"]
+    w, h, others = _leaves(weights, hyper)
+    inputs = [*w.values(), *others.values()]
     with NativeConv():
         value = _value(loss, w, h, name)
     slopes = torch.autograd.grad(value, list(w.values()), create_graph=True, materialize_grads=True)
@@ -142,11 +144,11 @@ def _exact(loss: Loss, weights: Weights, hyper: Hyper, name: str) -> Curvature:
     curved = {k: t for k, t in g.items() if t.requires_grad}  # a loss linear in a tensor has no second derivative there
 
     def product(v: Weights) -> tuple[Weights, Hyper]:
-        inputs, along = [*w.values(), *(h[k] for k in others)], [v[k] for k in curved]
-        if not curved:
-            return _sort([None] * len(inputs), w, others)
-        outputs = list(curved.values())
-        return _sort(torch.autograd.grad(outputs, inputs, along, retain_graph=True, allow_unused=True), w, others)
+        slopes: Sequence[Tensor | None] = [None] * len(inputs)
+        if curved:
+            along = [v[k] for k in curved]
+            slopes = torch.autograd.grad([*curved.values()], inputs, along, retain_graph=True, allow_unused=True)
+        return _sort(slopes, w, others)
 
     return Curvature(lambda: {k: t.detach() for k, t in g.items()}, product)
 
@@ -244,9 +246,9 @@ def _neumann(product: Callable, v: Weights, psi: float, terms: int, scaled: bool
         curved = product(v)[0]
         rayleigh = dot(v, curved).item() / (dot(v, v).item() or 1.0)
         if psi * rayleigh > 2 and not warned:
-            limit = f"psi must be < {2 / rayleigh:.2g}, perhaps far less, got {psi}"
-            reason = f"the Hessian has an eigenvalue of at least {rayleigh:.3g}"
-            warnings.warn(f"the Neumann series diverges: {limit}; {reason}", NeumannDiverges, stacklevel=3)
+            warnings.warn(
+                f"the Neumann series diverges: psi must be < {2 / rayleigh:.2g}, perhaps far less, got {psi}; "
+                f"the Hessian has an eigenvalue of at least {rayleigh:.3g}", NeumannDiverges, stacklevel=3)
             warned = True
         add_(v, curved, -psi)
         add_(p, v)
@@ -263,8 +265,9 @@ def _conjugate_gradients(product: Callable, v: Weights, terms: int, tolerance: f
         curved = product(direction)[0]
         bend = dot(direction, curved).item()
         if bend <= 0:
-            problem = "conjugate gradients stop early, and the implicit part is incomplete"
-            warnings.warn(f"{problem}: the Hessian is not positive definite here", RuntimeWarning, stacklevel=3)
+            warnings.warn(
+                "conjugate gradients stop early, and the implicit part is incomplete: "
+                "the Hessian is not positive definite here", RuntimeWarning, stacklevel=3)
             break
         p, residual = add(p, direction, size / bend), add(residual, curved, -size / bend)
         size, before = dot(residual, residual).item(), size

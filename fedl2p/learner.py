@@ -7,7 +7,6 @@ __all__ = ['FedL2P', 'Course']
 
 # %% ../nbs/10_learner.ipynb #564b75dd
 import json
-import warnings
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import asdict, fields
@@ -30,7 +29,7 @@ from fedl2p.client import (
     score_policy,
     untrained,
 )
-from .core import Json, State, device_of, generator, load_tensors, write_file
+from .core import Json, State, device_of, generator, load_tensors, warn, write_file
 from .data import Client, Data, check
 from .federated import Round, fedavg
 from .finetune import as_module, finetune
@@ -107,8 +106,7 @@ class FedL2P:
         policy = cls(model, Config(**{name: value for name, value in stored.items() if name in known}))
         policy.metanets = MetaNets.load(path, policy.model)
         if header.get("model", fingerprint(policy.model)) != fingerprint(policy.model):
-            message = f"{path} was learned for other weights of this model; its strategies may not fit"
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
+            warn(f"{path} was learned for other weights of this model; its strategies may not fit")
         return policy
 
 
@@ -214,6 +212,5 @@ def _fit(learner: FedL2P, clients: Sequence[Client], folder: Path | None, runner
     learner.metanets.load_state_dict(course.best)
     kept, still = (all(torch.equal(lam[k], t) for k, t in start.items()) for lam in (course.best, course.now))
     if kept and not still:
-        message = ("the lowest validation loss was that of the meta-nets at their start, and so they are as they were; "
-                   "each round asks other clients: more rounds, or a larger fraction, may tell better")
-        warnings.warn(message, RuntimeWarning, stacklevel=3)
+        warn("the lowest validation loss was that of the meta-nets at their start, and so they are as they were; "
+             "each round asks other clients: more rounds, or a larger fraction, may tell better")

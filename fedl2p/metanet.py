@@ -138,7 +138,9 @@ class MetaNets(nn.Module):
 
     def save(self, path: str | Path, **notes: str) -> None:
         "Write a safetensors file whose header names the model's layers and tensors, and holds any other notes."
-        _save(self, path, notes)
+        names = {k: json.dumps(v) for k, v in self.signature._asdict().items()}
+        about = {"format": POLICY, "fedl2p": __version__, "hidden": str(self.hidden), "inputs": self.inputs}
+        save_tensors(path, self.state_dict(), {**notes, **about, **names})
 
     @classmethod
     def load(cls, path: str | Path, model: nn.Module) -> "MetaNets":
@@ -147,13 +149,6 @@ class MetaNets(nn.Module):
 
 # %% ../nbs/06_metanet.ipynb #51408d8b
 POLICY = "fedl2p metanets 1"  # the format of a file with meta-nets
-
-
-def _save(metanets: MetaNets, path: str | Path, notes: dict[str, str]) -> None:
-    "What `MetaNets.save` does."
-    names = {k: json.dumps(v) for k, v in metanets.signature._asdict().items()}
-    about = {"format": POLICY, "fedl2p": __version__, "hidden": str(metanets.hidden), "inputs": metanets.inputs}
-    save_tensors(path, metanets.state_dict(), {**notes, **about, **names})
 
 
 def _load(path: str | Path, model: nn.Module) -> MetaNets:

@@ -100,10 +100,8 @@ def _accuracy(case: Case) -> list:
     seeds = {method: sorted({r["seed"] for r in case.records if r["method"] == method}) for method in rows}
     most = max(map(len, seeds.values()), default=0)
     few = [f"{METHODS.get(m, m)} (seeds {', '.join(map(str, s))})" for m, s in seeds.items() if len(s) < most]
-    notes = [*case.notes]
-    if few:
-        why = "Not to be compared with the others but by pairs, since they have fewer seeds: "
-        notes.append(f"{why}{'; '.join(few)}.")
+    why = "Not to be compared with the others but by pairs, since they have fewer seeds"
+    notes = [*case.notes, *[f"{why}: {'; '.join(few)}."] * bool(few)]
     if not rows:
         return notes
     bars = plot_accuracy({METHODS.get(method, method): row for method, row in rows.items()})
@@ -301,15 +299,14 @@ def write_report(
     "Write a page, and its pictures as PNG files, for one folder with results, or for two side by side."
     if not 1 <= len(folders) <= 2:
         raise ValueError(f"folders must be one, or two to be shown side by side, got {len(folders)}")
-    contents = {f"{letter}: {folder}": cases(folder) for letter, folder in zip("AB", folders, strict=False)}
-    if len(folders) == 1:
-        groups = [{"": case} for own in contents.values() for case in own]
-    elif all(len(own) == 1 for own in contents.values()):
-        groups = [{name: case for name, [case] in contents.items()}]
-    else:  # of studies, what has the same title belongs together
-        titles = dict.fromkeys(case.title for own in contents.values() for case in own)
-        groups = [{name: case for name, own in contents.items() for case in own if case.title == t} for t in titles]
-    text, pictures = page("fedl2p report: " + " | ".join(map(str, folders)), groups)
+    names = [""] if len(folders) == 1 else [f"{letter}: {folder}" for letter, folder in zip("AB", folders, strict=True)]
+    contents = dict(zip(names, map(cases, folders), strict=True))
+    single = all(len(own) == 1 for own in contents.values())
+    groups: dict[str, dict[str, Case]] = {}
+    for name, own in contents.items():
+        for case in own:  # of studies, what has the same title belongs together
+            groups.setdefault("" if single else case.title, {})[name] = case
+    text, pictures = page("fedl2p report: " + " | ".join(map(str, folders)), groups.values())
     out = Path(folders[0]) / "report" if out is None else Path(out)
     out.mkdir(parents=True, exist_ok=True)
     for old in out.glob("*-[0-9][0-9].png") if (out / "report.html").exists() else ():  # of an earlier report

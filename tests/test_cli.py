@@ -10,6 +10,7 @@ from fedl2p.core import Table, markdown
 
 @pytest.mark.parametrize("wrong, words", [
     (["--clients", "7"], "clients must be a multiple of 5, got 7"),
+    (["--clients", "2000"], "402 clients a domain need 5 to 1397 images"),
     (["--unseen", "-5"], "unseen must be 0 or a multiple of 5, got -5"),
     (["--alpha", "0"], "alpha must be > 0 and finite, got 0.0"),
     (["--seeds", "1", "1"], "seeds must be different whole numbers >= 0, at least one, got (1, 1)"),

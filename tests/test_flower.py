@@ -17,22 +17,25 @@ import torch
 
 from fedl2p.bn import mix_bn
 from fedl2p.checkpoint import fingerprint
-from fedl2p.client import Config, score_all
+from fedl2p.client import Config, learn_client, score_all
 from fedl2p.core import load_tensors
 from fedl2p.digits import digits_federation, small_cnn
+from fedl2p.federated import Diverged
 from fedl2p.learner import FedL2P
-from fedl2p.pretraining import pretrain
-from fedl2p.runner import Outcome, each, quiet
+from fedl2p.pretraining import Recipe, pretrain
+from fedl2p.runner import Failure, Outcome, Runner, Task, attempt, quiet
 
+os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")  # Flower reads it when it is imported
 pytest.importorskip("flwr", reason='the extra "flower" is not installed')
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict  # noqa: E402
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict  # noqa: E402
 from grid import Here, lean  # noqa: E402
 
-from fedl2p.flower import Nodes, Privacy, client_app, simulate  # noqa: E402
+from fedl2p.flower import WORK, Nodes, Privacy, client_app, simulate  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:the lowest validation loss was that of the meta-nets at their start", "ignore:round")
 ROOT = Path(__file__).resolve().parent.parent
+PRETRAINING = Recipe(rounds=2, fraction=0.5)
 QUICK = Config(lr=0.05, epochs=1, rounds=3, fraction=1.0, meta_steps=1)
 
 
@@ -58,18 +61,19 @@ def here(tmp_path):
     return Here(client_app(load, tmp_path / "models"))
 
 
-def fit(nodes, clients, config=QUICK, folder=None, track=quiet):
-    return FedL2P(network(), config).fit(clients, folder, workers=1, track=track, ask=nodes)
+def fit(transport, clients, config=QUICK, folder=None, progress=quiet):
+    """What is learned by a transport such as `Nodes`; without one, in this process."""
+    return FedL2P(network(), config).fit(clients, folder, Runner(1, transport, progress))
 
 
 def stop_after(n):
-    def track(rounds, title, total, done):
+    def progress(rounds, title, total, done):
         for r in rounds:
             yield r
             if r.number == n:
                 raise KeyboardInterrupt
 
-    return track
+    return progress
 
 
 BAD = 7  # the seed of the runs in which nodes misbehave, so that good and bad runs can share a simulation
@@ -95,39 +99,43 @@ def sabotage(message, context, call_next):
 def scenarios(folder, grid):
     """All that is done in the one simulation."""
     nodes = Nodes(grid, 120)
-    clients = nodes.clients(5)
-    found = {"names": [c.id for c in clients], "learner": fit(nodes, clients)}
-    found["scores"] = found["learner"].score(clients, ask=nodes)
-    found["traffic"] = list(nodes.traffic)
-    found["model"] = pretrain(network(), clients, fraction=0.5, rounds=2, ask=nodes)
+    clients, runner = nodes.clients(5), Runner(transport=nodes)
+    done = {"names": [c.id for c in clients], "learner": fit(nodes, clients)}
+    done["scores"] = done["learner"].score(clients, runner)
+    done["traffic"] = list(nodes.traffic)
+    done["model"] = pretrain(network(), clients, PRETRAINING, runner)
     with pytest.raises(KeyboardInterrupt):
-        fit(nodes, clients, folder=folder, track=stop_after(2))
+        fit(nodes, clients, folder=folder, progress=stop_after(2))
     again = Nodes(grid, 120)
-    found["resumed"] = fit(again, again.clients(5), folder=folder)
-    found["resumed traffic"] = again.traffic
+    done["resumed"] = fit(again, again.clients(5), folder=folder)
+    done["resumed traffic"] = again.traffic
     with pytest.raises(RuntimeError) as error:
         fit(nodes, clients, replace(QUICK, seed=EVIL))
-    found["all fail"] = str(error.value)
+    done["all fail"] = error.value
     with pytest.warns(RuntimeWarning, match="is left out"):
-        found["bad"] = fit(Nodes(grid, 15), clients, replace(QUICK, seed=BAD, rounds=1))
-    return found
+        done["bad"] = fit(Nodes(grid, 15), clients, replace(QUICK, seed=BAD, rounds=1))
+    return done
 
 
 @pytest.fixture(scope="module")
 def simulated(tmp_path_factory):
     folder = tmp_path_factory.mktemp("simulation")
-    return simulate(partial(scenarios, folder / "run"), client_app(load, folder / "models", [sabotage]), 5, 2)
+    before = dict(os.environ)
+    done = simulate(partial(scenarios, folder / "run"), client_app(load, folder / "models", [sabotage]), 5, 2)
+    assert dict(os.environ) == before
+    return done
 
 
 def test_a_simulation_equals_the_loop_in_process(simulated):
     clients = sorted(seen(), key=lambda c: c.id)
-    here = fit(each, clients)
+    here = fit(None, clients)
     assert simulated["names"] == [c.id for c in clients]
     assert same(simulated["learner"].last, here.last) and same(simulated["learner"].metanets.state_dict(), here.metanets.state_dict())
     assert simulated["learner"].history == lean(here.history, "beta", "eta")
-    for a, b in zip(simulated["scores"], here.score(clients, workers=1), strict=True):
-        assert (a.id, a.domain, a.score) == (b.id, b.domain, b.score) and torch.equal(a.strategy.beta, b.strategy.beta) and torch.equal(a.strategy.eta, b.strategy.eta)
-    assert same(simulated["model"].state_dict(), pretrain(network(), clients, fraction=0.5, rounds=2, workers=1).state_dict())
+    for a, b in zip(simulated["scores"], here.score(clients, Runner(1)), strict=True):
+        assert (a.id, a.domain, a.score) == (b.id, b.domain, b.score)
+        assert torch.equal(a.strategy.beta, b.strategy.beta) and torch.equal(a.strategy.eta, b.strategy.eta)
+    assert same(simulated["model"].state_dict(), pretrain(network(), clients, PRETRAINING, Runner(1)).state_dict())
 
 
 def test_the_model_is_sent_once(simulated):
@@ -154,7 +162,9 @@ def test_bad_and_silent_nodes_are_left_out(simulated):
 
 
 def test_all_failing_is_an_error(simulated):
-    assert "all of its 5 clients failed" in simulated["all fail"] and "not finite" in simulated["all fail"]
+    error = simulated["all fail"]
+    assert "all of its 5 clients failed" in str(error) and "not finite" in str(error)
+    assert not isinstance(error, Diverged)  # what they sent was refused
 
 
 def free_ports(n):
@@ -257,11 +267,12 @@ def deployed(request, tmp_path_factory):
 
 
 def without(lost):
-    """`each`, as if some clients did not answer in some rounds."""
-    def ask(function, arguments, workers):
-        return iter([Outcome(None, "gone") if (a[1].id, a[2]) in lost else o for a, o in zip(arguments, each(function, arguments, workers), strict=True)])
+    """A transport to this process, as if some clients did not answer in some rounds."""
+    def transport(tasks):
+        gone = Outcome(None, Failure("died", "gone"))
+        return iter([gone if (task.client.id, task.number) in lost else attempt(task.run) for task in tasks])
 
-    return ask
+    return transport
 
 
 def test_a_deployment_equals_the_loop_in_process(deployed):
@@ -269,7 +280,8 @@ def test_a_deployment_equals_the_loop_in_process(deployed):
     out, said = deployed
     clients = digits_federation().seen[:2]
     config = Config(lr=0.01, epochs=1, rounds=2, fraction=1.0, estimator="fomaml")
-    here = FedL2P(pretrain(small_cnn(), clients, rounds=0), config).fit(clients, workers=1, track=quiet, ask=without({("clean-1", 2)}))
+    runner = Runner(1, without({("clean-1", 2)}))
+    here = FedL2P(pretrain(small_cnn(), clients, Recipe(rounds=0)), config).fit(clients, runner=runner)
     tensors, _ = load_tensors(out / "checkpoint.safetensors", "fedl2p checkpoint 1")
     assert same({name.removeprefix("now."): t for name, t in tensors.items() if name.startswith("now.")}, here.last)
     assert same(FedL2P.load(here.model, out / "policy.safetensors").metanets.state_dict(), here.metanets.state_dict())
@@ -277,7 +289,8 @@ def test_a_deployment_equals_the_loop_in_process(deployed):
     assert [r["val_loss"] for r in history] == [r["val_loss"] for r in here.history] and [list(r["failed"]) for r in history] == [[], ["clean-1"]]
     (score,) = json.loads((out / "scores.json").read_text())
     (mine,) = here.score(clients[:1])
-    assert (score["client"], score["accuracy"], score["loss"], score["beta"]) == ("clean-0", mine.score.accuracy, mine.score.loss, mine.strategy.beta.tolist())
+    assert (score["client"], score["right"], score["n"], score["loss"]) == ("clean-0", mine.score.right, mine.score.n, mine.score.loss)
+    assert score["beta"] == mine.strategy.beta.tolist()
     assert "round 2: client 'clean-1' is left out: " in said
     first, second = [t["sent"] for t in json.loads((out / "traffic.json").read_text()) if t["kind"] == "train"]
     assert first - second > 2 * sum(t.numel() * t.element_size() for t in small_cnn().parameters())
@@ -327,14 +340,14 @@ def test_whatever_a_node_sends_costs_its_own_update_only(here, spoil):
     assert list(learner.history[0]["failed"]) == [seen()[0].id] and len(learner.history[0]["clients"]) == 4
 
 
-@pytest.mark.parametrize("spoil", [lambda c: c.clear(), setter("metrics", "accuracy", 1.5), setter("metrics", "n", 0), setter("metrics", "beta", [0.5]), setter("metrics", "eta", 0.1), setter("metrics", "beta", [float("nan")] * 3)])
+@pytest.mark.parametrize("spoil", [lambda c: c.clear(), setter("metrics", "right", 1000), setter("metrics", "right", -1), setter("metrics", "n", 0), setter("metrics", "beta", [0.5]), setter("metrics", "eta", 0.1), setter("metrics", "beta", [float("nan")] * 3)])
 def test_whatever_a_node_says_of_itself(here, spoil):
     grid = Hostile(here.app)
     grid.kind, grid.spoil = "evaluate", spoil
     nodes = Nodes(grid)
     clients = nodes.clients(5)
     with pytest.warns(RuntimeWarning, match=f"client '{seen()[0].id}' is left out"):
-        assert len(FedL2P(network(), QUICK).score(clients, ask=nodes)) == 4
+        assert len(FedL2P(network(), QUICK).score(clients, Runner(transport=nodes))) == 4
 
 
 @pytest.mark.parametrize("spoil", [lambda c: c.clear(), setter("config", "id", 3), setter("config", "models", 5)])
@@ -350,10 +363,16 @@ def test_a_node_that_does_not_say_who_it_is(here, spoil):
 
 
 @pytest.mark.parametrize("kind", ["train", "evaluate"])
-@pytest.mark.parametrize("content", [{}, {"config": ConfigRecord({"work": "learn"})}, {"model": ArrayRecord()}, {"model": ArrayRecord({"w": Array(torch.zeros(1).numpy())})}, {"arrays": ArrayRecord(), "config": ConfigRecord({"work": "learn", "model": "../x", "settings": "{}", "round": 1})}])
-def test_a_node_survives_its_server(here, kind, content, tmp_path):
+@pytest.mark.parametrize(("content", "reason"), [
+    ({}, "KeyError: "),
+    ({"config": ConfigRecord({"work": "learn"})}, "KeyError: "),
+    ({"model": ArrayRecord()}, "KeyError: "),
+    ({"model": ArrayRecord({"w": Array(torch.zeros(1).numpy())})}, "RuntimeError: "),
+    ({"arrays": ArrayRecord(), "config": ConfigRecord({"work": "learn", "model": "../x", "settings": "{}", "round": 1})}, "the node does not have the model ../x: "),
+])
+def test_a_node_survives_its_server(here, kind, content, reason, tmp_path):
     reply = here.deliver(Message(RecordDict(content), 100, kind))
-    assert reply.has_error() and "Error: " in reply.error.reason and not list(tmp_path.rglob("*.safetensors"))
+    assert reply.has_error() and reply.error.reason.startswith(reason) and not list(tmp_path.rglob("*.safetensors"))
 
 
 def test_a_damaged_model_is_sent_again(here, tmp_path):
@@ -367,10 +386,85 @@ def test_a_damaged_model_is_sent_again(here, tmp_path):
     assert [t["messages"] for t in nodes.traffic if t["kind"] == "train"] == [5, 5, 5]
 
 
+class Failing(Here):
+    """A grid on which the first node answers one message with an error."""
+
+    error = None
+
+    def deliver(self, message):
+        if self.error and message.metadata.dst_node_id == 100 and message.metadata.message_type == "train":
+            error, self.error = self.error, None
+            return Message(error, reply_to=message)
+        return super().deliver(message)
+
+
+def test_a_node_that_lost_the_model_is_known_by_a_code(here):
+    """Whatever the error says: only this code makes the server send the model once more in the same round."""
+    grid = Failing(here.app)
+    nodes, model = Nodes(grid), mix_bn(network(), verbose=False)
+    clients, state = nodes.clients(5), FedL2P(network(), QUICK).metanets.state_dict()
+    tasks = [Task(learn_client, model, QUICK, state, client, 1) for client in clients]
+    nobody = {"work": "learn", "model": "0" * 16, "settings": "{}", "round": 1}
+    asked = RecordDict({"arrays": ArrayRecord(), "config": ConfigRecord(nobody)})
+    lost = grid.deliver(Message(asked, 101, "train")).error
+    assert not any(outcome.failure for outcome in nodes(tasks))  # all nodes have it now
+
+    grid.error = Error(lost.code, "in other words")
+    assert not any(outcome.failure for outcome in nodes(tasks))
+    assert [t["messages"] for t in nodes.traffic[-2:]] == [5, 1]
+    grid.error = Error(2, lost.reason)
+    [failure] = [outcome.failure for outcome in nodes(tasks) if outcome.failure]
+    assert failure == Failure("raised", lost.reason) and nodes.traffic[-1]["messages"] == 5
+
+
+def test_a_failure_keeps_its_kind(tmp_path):
+    """One client diverges: the others learn on, and the loss of the round says so, as in one process."""
+    def of_huge_numbers(client):
+        return replace(client, train=replace(client.train, x=client.train.x * 1e30))
+
+    def load_huge(context):
+        client, model = load(context)
+        return of_huge_numbers(client) if context.node_config["partition-id"] == 0 else client, model
+
+    nodes, config = Nodes(Here(client_app(load_huge, tmp_path))), replace(QUICK, rounds=1)
+    clients = nodes.clients(5)
+    with pytest.warns(RuntimeWarning, match="'clean-1' is left out: FloatingPointError: "):
+        [record] = fit(nodes, clients, config).history
+    with pytest.warns(RuntimeWarning, match="'clean-1' is left out: FloatingPointError: "):
+        [same_record] = fit(None, [of_huge_numbers(seen()[0]), *seen()[1:]], config).history
+    assert record["val_loss"] is None and len(record["clients"]) == 4 and [record] == lean([same_record], "beta", "eta")
+
+    model, state = mix_bn(network(), verbose=False), FedL2P(network(), QUICK).metanets.state_dict()
+    outcomes = nodes([Task(learn_client, model, config, state, client, 1) for client in clients])
+    kinds = {c.id: o.failure and o.failure.kind for c, o in zip(clients, outcomes, strict=True)}
+    assert kinds == {c.id: "diverged" if c.id == seen()[0].id else None for c in clients}
+
+
+def test_all_clients_that_diverge_are_a_result(here):
+    nodes = Nodes(here)
+    with pytest.raises(Diverged, match="all of its 5 clients failed; the first, .*: FloatingPointError: "):
+        fit(nodes, nodes.clients(5), replace(QUICK, lr=1e30))
+
+
+def test_other_failures_are_no_divergence(here):
+    """A node that raises, one that is gone, and one whose answer cannot be used."""
+    grid = Hostile(here.app)
+    grid.kind, grid.spoil = "train", lambda content: content.clear()
+    nodes = Nodes(grid)
+    clients = nodes.clients(5)
+    del grid.contexts[101]
+    load_state = FedL2P(network(), QUICK).metanets.state_dict()
+    work = [Task(learn_client, mix_bn(network(), verbose=False), QUICK, load_state, client, 1) for client in clients]
+    kinds = {task.client.id: outcome.failure and outcome.failure.kind for task, outcome in zip(work, nodes(work), strict=True)}
+    assert kinds == dict(zip([c.id for c in seen()], ["refused", "died", None, None, None], strict=True))
+    broken = [task._replace(state={"nonsense": torch.zeros(1)}) for task in work[2:]]
+    assert {outcome.failure.kind for outcome in nodes(broken)} == {"raised"}
+
+
 def test_a_server_that_starts_again_without_a_node_goes_on(here, tmp_path):
     nodes, path = Nodes(here), tmp_path / "clients.json"
     with pytest.raises(KeyboardInterrupt):
-        fit(nodes, nodes.clients(5, path=path), folder=tmp_path, track=stop_after(2))
+        fit(nodes, nodes.clients(5, path=path), folder=tmp_path, progress=stop_after(2))
     again = Nodes(Here(here.app, 4))
     clients = again.clients(5, 0.1, path)
     resumed = fit(again, clients, folder=tmp_path)
@@ -381,8 +475,10 @@ def test_a_server_that_starts_again_without_a_node_goes_on(here, tmp_path):
 
 def test_only_known_work(here):
     nodes = Nodes(here)
-    with pytest.raises(ValueError, match="nodes know train_client, describe_client, learn_client, score_policy"):
-        score_all(load, nodes.clients(5), network(), ask=nodes)
+    names = ", ".join(["train_client", "describe_client", "learn_client", "score_policy"])
+    with pytest.raises(ValueError, match=f"work must be one of {names}, got <function load "):
+        score_all(load, network(), QUICK, {}, nodes.clients(5), Runner(transport=nodes))
+    assert names == ", ".join(work.__name__ for work in WORK.values())
 
 
 def step(here, privacy):
@@ -431,21 +527,21 @@ def test_standardised_inputs_on_nodes(here):
     """One round more, in which nodes tell the inputs of their meta-nets; then as in one process."""
     config, nodes = replace(QUICK, inputs="standard"), Nodes(here)
     there = fit(nodes, nodes.clients(5), config)
-    assert same(there.last, FedL2P(network(), config).fit(seen(), workers=1, track=quiet).last)
+    assert same(there.last, fit(None, seen(), config).last)
     assert [t["messages"] for t in nodes.traffic][:2] == [5, 5]  # who are you, and what do your data look like
 
 
 def test_noise_is_for_what_is_learned(here):
     """The means that inputs are compared with travel with lambda, and stay as they are."""
     config, nodes = replace(QUICK, inputs="standard", rounds=1), Nodes(here, privacy=Privacy(3.0, 1.0))
-    private, plain = fit(nodes, nodes.clients(5), config).last, FedL2P(network(), config).fit(seen(), workers=1, track=quiet).last
+    private, plain = fit(nodes, nodes.clients(5), config).last, fit(None, seen(), config).last
     assert torch.equal(private["center"], plain["center"]) and torch.equal(private["deviation"], plain["deviation"])
     assert not torch.equal(private["eta_scale"], plain["eta_scale"])
 
 
 def test_two_nodes_with_one_name(here):
     here.contexts[104].node_config["partition-id"] = 0
-    with pytest.raises(RuntimeError, match="5 nodes have 4 different names; allowed is one name for each"):
+    with pytest.raises(RuntimeError, match="names of nodes must be different, got 4 for 5 nodes"):
         Nodes(here).clients(5, wait=0.1)
 
 
@@ -454,18 +550,35 @@ def test_fewer_nodes_than_asked_for_is_said(here):
         assert len(Nodes(here).clients(7, wait=0.1)) == 5
 
 
+def python(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
+def test_flower_is_a_transport_only():
+    """Its import brings in no study, and leaves the environment as it is."""
+    done = python("""
+import os, sys
+before = dict(os.environ)
+import fedl2p.flower
+assert dict(os.environ) == before, set(os.environ.items()) ^ set(before.items())
+assert not [name for name in sys.modules if name.startswith("fedl2p.studies")]
+""")
+    assert done.returncode == 0, done.stderr
+
+
 def test_without_flower_everything_else_works():
     """A plain install neither needs nor imports flwr; who asks for it hears how to get it."""
-    code = """
+    done = python("""
 import pkgutil, sys
 sys.modules["flwr"] = None  # every import of it fails
 import fedl2p, importlib
-for module in pkgutil.iter_modules(fedl2p.__path__):
-    if module.name != "flower":
-        importlib.import_module(f"fedl2p.{module.name}")
+names = [module.name for module in pkgutil.walk_packages(fedl2p.__path__, "fedl2p.")]
+assert {"fedl2p.learner", "fedl2p.flower", "fedl2p.studies.runs", "fedl2p.studies.simulation"} <= set(names)
+for name in names:
+    if name not in ("fedl2p.flower", "fedl2p.studies.simulation"):
+        importlib.import_module(name)
 from fedl2p.cli import main
 assert main(["flower", "cifar10"]) == 1
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+""")
     assert done.returncode == 0, done.stderr
     assert done.stderr.strip() == 'fedl2p: fedl2p.flower needs Flower: pip install "fedl2p[flower]"'

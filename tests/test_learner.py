@@ -2,8 +2,9 @@
 
 import json
 import random
+import warnings
+from copy import deepcopy
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -12,15 +13,13 @@ from torch import nn
 
 from fedl2p.bn import mix_bn
 from fedl2p.checkpoint import fingerprint
-from fedl2p.client import (
-    Config,
-    learn_client,
-)
+from fedl2p.client import Config, describe_client, learn_client, score_policy, untrained
+from fedl2p.core import load_tensors, save_tensors
 from fedl2p.data import Client, Data
 from fedl2p.digits import digits_federation, small_cnn
-from fedl2p.federated import Diverged, Round
-from fedl2p.learner import FedL2P
-from fedl2p.runner import quiet
+from fedl2p.federated import EMPTY_ROUNDS, Diverged, Round, fedavg
+from fedl2p.learner import Course, FedL2P, _loss, _record
+from fedl2p.runner import Failure, Outcome, Runner
 
 pytestmark = pytest.mark.filterwarnings("ignore:the lowest validation loss was that of the meta-nets at their start")
 QUICK = Config(lr=0.05, epochs=1, rounds=3, fraction=0.5, meta_steps=1)
@@ -42,13 +41,13 @@ def same(a: FedL2P, b: FedL2P) -> bool:
 
 def test_the_same_whatever_the_order_the_workers_and_the_global_state(model, federation):
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    first = FedL2P(model, QUICK).fit(federation.seen, workers=1, track=quiet)
+    first = FedL2P(model, QUICK).fit(federation.seen, runner=Runner(1))
     assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1] and np.random.get_state()[1].tolist() == states[2]
     torch.manual_seed(99)
-    second = FedL2P(model, QUICK).fit(federation.seen[::-1], workers=2, track=quiet)
+    second = FedL2P(model, QUICK).fit(federation.seen[::-1], runner=Runner(2))
     assert same(first, second) and first.history == second.history
-    assert not same(first, FedL2P(model, replace(QUICK, seed=1)).fit(federation.seen, workers=1, track=quiet))
-    scores = [[r.score for r in first.score(federation.unseen, workers=w)] for w in (1, 2)]
+    assert not same(first, FedL2P(model, replace(QUICK, seed=1)).fit(federation.seen, runner=Runner(1)))
+    scores = [[r.score for r in first.score(federation.unseen, Runner(w))] for w in (1, 2)]
     assert scores[0] == scores[1]
 
 
@@ -57,83 +56,108 @@ def test_the_model_is_not_changed(federation):
     before = {k: v.clone() for k, v in plain.state_dict().items()}
     learner = FedL2P(plain, QUICK)
     frozen = fingerprint(learner.model)
-    learner.fit(federation.seen, workers=1, track=quiet).personalize(federation.unseen[0])
+    learner.fit(federation.seen, runner=Runner(1)).personalize(federation.unseen[0])
     assert all(torch.equal(v, before[k]) for k, v in plain.state_dict().items())
     assert fingerprint(learner.model) == frozen
 
 
 def test_best_lambda_is_the_one_that_was_sent(model, federation):
-    learner = FedL2P(model, replace(QUICK, rounds=4)).fit(federation.seen, workers=1, track=quiet)
+    learner = FedL2P(model, replace(QUICK, rounds=4)).fit(federation.seen, runner=Runner(1))
     losses = [r["val_loss"] for r in learner.history]
     best = losses.index(min(losses))
     if best == 0:
         assert same(learner, FedL2P(model, QUICK))
     else:  # what came out of the round before is what was sent
-        from fedl2p.federated import fedavg
-
         start = dict(FedL2P(model, QUICK).metanets.state_dict())
-        rounds = list(fedavg(start, federation.seen, partial(learn_client, learner.model, learner.config), best, 0.5, workers=1))
+        rounds = list(fedavg(learn_client, learner.model, learner.config, start, federation.seen, best, 0.5, runner=Runner(1)))
         assert all(torch.equal(v, rounds[-1].state[k]) for k, v in learner.metanets.state_dict().items())
 
 
 def test_it_says_when_nothing_was_kept(model, federation):
     with pytest.warns(RuntimeWarning, match="as they were"):
-        learner = FedL2P(model, replace(QUICK, rounds=1)).fit(federation.seen, workers=1, track=quiet)
+        learner = FedL2P(model, replace(QUICK, rounds=1)).fit(federation.seen, runner=Runner(1))
     assert same(learner, FedL2P(model, QUICK))
 
 
 def test_paired_rule_chooses_by_the_difference():
-    from fedl2p.learner import _loss, _record
-
     reports = {"a": {"val_loss": 0.3, "start_loss": 0.5, "diverging": 0}, "b": {"val_loss": 0.9, "start_loss": 0.9, "diverging": 0}}
     assert _loss(_record(Round(1, {}, reports, {}))) == pytest.approx(0.6 - 0.7)
 
 
 def test_augmented_learning_does_not_depend_on_workers(model, federation):
     config = replace(QUICK, augment="crop-flip", keep="paired")
-    first, second = (FedL2P(model, config).fit(federation.seen, workers=n, track=quiet) for n in (1, 2))
+    first, second = (FedL2P(model, config).fit(federation.seen, runner=Runner(n)) for n in (1, 2))
     assert same(first, second) and first.history == second.history
     client = federation.seen[0]
-    assert torch.equal(first.strategy(client).eta, first.score([client], workers=1)[0].strategy.eta)
+    assert torch.equal(first.strategy(client).eta, first.score([client], Runner(1))[0].strategy.eta)
 
 
 def test_patience(model, federation):
     still = replace(QUICK, rounds=30, patience=2, meta_lr_bn=0.0, meta_lr_lr=0.0, meta_lr_scale=0.0, fraction=1.0, estimator="fomaml")
-    losses = [r["val_loss"] for r in FedL2P(model, still).fit(federation.seen, workers=1, track=quiet).history]
+    losses = [r["val_loss"] for r in FedL2P(model, still).fit(federation.seen, runner=Runner(1)).history]
     assert len(losses) < 30 and losses.index(min(losses)) == len(losses) - 3
 
 
 def test_a_lambda_under_which_somebody_diverges_is_not_the_best():
-    from fedl2p.learner import _record
+    """Told by the kind of the failure: its text may say anything."""
+    reports, text = {"a": {"val_loss": 0.1, "diverging": 0}}, "FloatingPointError: the loss is nan"
+    for kind in ("raised", "died", "refused"):
+        assert _record(Round(1, {}, reports, {"b": Failure(kind, text)}))["val_loss"] == 0.1
+    assert _record(Round(1, {}, reports, {"b": Failure("diverged", text)}))["val_loss"] is None
+    assert _record(Round(1, {}, reports, {"b": Failure("raised", text), "c": Failure("diverged", "")}))["val_loss"] is None
+    assert _record(Round(1, {}, {}, {"b": Failure("raised", "ValueError: train is empty")}))["val_loss"] is None
 
-    reports = {"a": {"val_loss": 0.1, "diverging": 0}}
-    assert _record(Round(1, {}, reports, {"b": "ValueError: train is empty"}))["val_loss"] == 0.1
-    assert _record(Round(1, {}, reports, {"b": "FloatingPointError: the loss is nan"}))["val_loss"] is None
-    assert _record(Round(1, {}, {}, {"b": "ValueError: train is empty"}))["val_loss"] is None
+
+def test_a_record_of_a_round_is_plain_json():
+    reports = {id: {"val_loss": loss, "beta": [loss, 0.0], "eta": [0.1], "diverging": 2} for id, loss in {"a": 0.25, "b": 0.75}.items()}
+    record = _record(Round(7, {}, reports, {"c": Failure("died", "its process died")}))
+    assert json.loads(json.dumps(record)) == record == {
+        "round": 7, "val_loss": 0.5, "beta": [0.5, 0.0], "eta": [pytest.approx(0.1)], "clients": ["a", "b"],
+        "failed": {"c": "its process died"}, "diverging": 4}
+
+
+def test_a_course_keeps_the_lambda_that_was_sent():
+    """The losses of a round are those of the lambda before it."""
+    def after(course, number, loss):
+        reports = {"a": {"val_loss": loss, "diverging": 0}} if loss is not None else {}
+        return course.after(Round(number, {"lambda": number}, reports, {}))
+
+    course = Course({"lambda": 0}, {"lambda": 0}, [])
+    assert not course.tired(1)
+    best, tired = [], []
+    for number, loss in enumerate([0.9, 0.5, None, 0.5, 0.7], start=1):
+        course = after(course, number, loss)
+        best.append(course.best["lambda"])
+        tired.append(course.tired(2))
+    assert best == [0, 1, 1, 1, 1] and tired == [False, False, False, True, True] and course.now == {"lambda": 5}
+    assert [record["round"] for record in course.history] == [1, 2, 3, 4, 5]
 
 
 def test_other_clients_do_not_go_on(model, federation, tmp_path):
-    FedL2P(model, QUICK).fit(federation.seen, tmp_path, workers=1, track=quiet)
+    FedL2P(model, QUICK).fit(federation.seen, tmp_path, Runner(1))
     with pytest.raises(ValueError, match="model and clients was"):
-        FedL2P(model, QUICK).fit(digits_federation(5, 5, alpha=0.1, size=30).seen, tmp_path, workers=1, track=quiet)
+        FedL2P(model, QUICK).fit(digits_federation(5, 5, alpha=0.1, size=30).seen, tmp_path, Runner(1))
 
 
 def bad_clients(client: Client) -> dict[str, Client]:
     nan = client.train.x.clone()
     nan[0] = float("nan")
-    return {"empty": replace(client, id="empty", train=client.train[:0], val=client.val[:0], test=client.test[:0]), "labels": replace(client, id="labels", train=Data(client.train.x, client.train.y + 20)),
-            "nan": replace(client, id="nan", train=Data(nan, client.train.y)), "no validation": replace(client, id="no validation", val=client.val[:0])}
+    return {"empty": replace(client, id="empty", train=client.train[:0], val=client.val[:0], test=client.test[:0]),
+            "labels": replace(client, id="labels", train=Data(client.train.x, client.train.y + 20)),
+            "nan": replace(client, id="nan", train=Data(nan, client.train.y)),
+            "no validation": replace(client, id="no validation", val=client.val[:0])}
 
 
 def test_bad_clients_are_left_out_and_good_ones_learn(model, federation):
     bad = bad_clients(federation.seen[0])
     config = replace(QUICK, fraction=1.0, rounds=1)
     with pytest.warns(RuntimeWarning, match="is left out"):
-        learner = FedL2P(model, config).fit([*federation.seen, *bad.values()], workers=1, track=quiet)
-    assert set(learner.history[0]["failed"]) == set(bad)
-    assert same(learner, FedL2P(model, config).fit(federation.seen, workers=1, track=quiet))
+        learner = FedL2P(model, config).fit([*federation.seen, *bad.values()], runner=Runner(1))
+    failed = learner.history[0]["failed"]
+    assert set(failed) == set(bad) and failed["no validation"] == "ValueError: client 'no validation': val is empty"
+    assert same(learner, FedL2P(model, config).fit(federation.seen, runner=Runner(1)))
     with pytest.warns(RuntimeWarning, match="client 'nan' is left out"):
-        good = learner.score([*federation.unseen, bad["nan"]], workers=1)
+        good = learner.score([*federation.unseen, bad["nan"]], Runner(1))
     assert len(good) == len(federation.unseen)
     for name in ("empty", "labels", "nan"):
         with pytest.raises(ValueError, match="client"):
@@ -144,20 +168,20 @@ def test_bad_clients_are_left_out_and_good_ones_learn(model, federation):
 @pytest.mark.filterwarnings("ignore:round 1")
 def test_only_bad_clients_is_an_error(model, federation):
     with pytest.raises(RuntimeError, match="all of its 4 clients failed"):
-        FedL2P(model, replace(QUICK, fraction=1.0)).fit(list(bad_clients(federation.seen[0]).values()), workers=1, track=quiet)
+        FedL2P(model, replace(QUICK, fraction=1.0)).fit(list(bad_clients(federation.seen[0]).values()), runner=Runner(1))
 
 
 def test_one_sample_and_one_class_take_part(model, federation):
     client = federation.seen[0]
     single = Client("single", client.train[:1], client.val[:1], client.test[:1])
     one_class = replace(client, id="one class", train=Data(client.train.x, torch.zeros_like(client.train.y)))
-    learner = FedL2P(model, replace(QUICK, fraction=1.0, rounds=1)).fit([single, one_class], workers=1, track=quiet)
+    learner = FedL2P(model, replace(QUICK, fraction=1.0, rounds=1)).fit([single, one_class], runner=Runner(1))
     assert learner.history[0]["clients"] == ["one class", "single"] and not learner.history[0]["failed"]
 
 
 def test_a_policy_comes_back_from_its_file(model, federation, tmp_path):
     config = replace(QUICK, last=3, learn="lr", beta=1.0)
-    learner = FedL2P(model, config).fit(federation.seen, workers=1, track=quiet)
+    learner = FedL2P(model, config).fit(federation.seen, runner=Runner(1))
     learner.save(tmp_path / "policy.safetensors")
     again = FedL2P.load(small_cnn(width=4), tmp_path / "policy.safetensors")
     assert same(learner, again) and again.config == config
@@ -167,19 +191,126 @@ def test_a_policy_comes_back_from_its_file(model, federation, tmp_path):
         FedL2P.load(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), tmp_path / "policy.safetensors")
 
 
+# What version 0.1.0 wrote for QUICK: every setting, by name.
+OLD_CONFIG = {
+    "lr": 0.05, "epochs": 1, "batch_size": 32, "rounds": 3, "fraction": 0.5, "meta_steps": 1,
+    "meta_lr_bn": 0.001, "meta_lr_lr": 0.001, "meta_lr_scale": 0.0001, "clip": 1.0, "patience": 50,
+    "estimator": "ift", "neumann_terms": 3, "psi": 0.1, "scaled": False, "last": None, "hvp": "exact",
+    "learn": "both", "beta": 0.0, "statistics": "running", "augment": "none", "keep": "lowest",
+    "hidden": 100, "inputs": "raw", "seed": 0,
+}
+
+
+def old_policy(path, learner, **more):
+    """A policy as version 0.1.0 wrote it."""
+    header = {
+        "config": json.dumps(OLD_CONFIG), "model": fingerprint(learner.model), "format": "fedl2p metanets 1", "fedl2p": "0.1.0", "hidden": "100", "inputs": "raw",
+        "bn_layers": json.dumps(["bn1", "bn2", "bn3"]), "layers": json.dumps(["conv1", "bn1", "conv2", "bn2", "conv3", "bn3", "head"]),
+        "tensors": json.dumps(["conv1.weight", "bn1.weight", "bn1.bias", "conv2.weight", "bn2.weight", "bn2.bias", "conv3.weight", "bn3.weight", "bn3.bias", "head.weight", "head.bias"]),
+    }
+    header = {key: value for key, value in {**header, **more}.items() if value is not None}
+    save_tensors(path, learner.metanets.state_dict(), header)
+    return header
+
+
+def test_a_policy_of_version_0_1_0_loads(model, federation, tmp_path):
+    learner, path = FedL2P(model, QUICK), tmp_path / "policy.safetensors"
+    with torch.no_grad():
+        learner.metanets.eta_scale.mul_(torch.linspace(0.5, 2, 11))
+    header = old_policy(path, learner)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = FedL2P.load(small_cnn(width=4), path)
+    assert same(learner, again) and again.config == QUICK
+    client = federation.unseen[0]
+    assert torch.equal(learner.strategy(client).eta, again.strategy(client).eta)
+    again.save(path)
+    written = load_tensors(path, "fedl2p metanets 1")[1]
+    assert {**written, "fedl2p": "0.1.0"} == header  # and what is written now has the same header
+
+
+def test_policies_of_before_and_after_load_as_far_as_they_are_understood(model, tmp_path):
+    """Without what had not been thought of yet, and with a setting that is not known here."""
+    learner, path = FedL2P(model, QUICK), tmp_path / "policy.safetensors"
+    for config in ({"lr": 0.05, "rounds": 3}, {**OLD_CONFIG, "momentum": 0.9}):
+        old_policy(path, learner, config=json.dumps(config), inputs=None, model=None)
+        again = FedL2P.load(small_cnn(width=4), path)
+        assert same(learner, again) and again.config == Config(**{k: v for k, v in config.items() if k != "momentum"})
+
+
+def test_a_checkpoint_of_version_0_1_0_goes_on(model, federation, tmp_path):
+    """The first round was learned by the old code, which wrote faults as texts; the others are learned now."""
+    whole = FedL2P(model, QUICK).fit(federation.seen, runner=Runner(1))
+    start = deepcopy(untrained(model, QUICK).state_dict())
+    (r,) = fedavg(learn_client, model, QUICK, start, federation.seen, 1, QUICK.fraction, QUICK.seed, Runner(1))
+    means = {name: torch.tensor([report[name] for report in r.reports.values()], dtype=torch.float64).mean(0).tolist() for name in ("val_loss", "beta", "eta")}
+    record = {"round": 1, **means, "clients": list(r.reports), "failed": {"ghost": "ValueError: train is empty"}, "diverging": 0}
+    who = fingerprint(model, untrained(model, QUICK), *sorted(federation.seen, key=lambda c: c.id))
+    header = {"format": "fedl2p checkpoint 1", "settings": json.dumps({**OLD_CONFIG, "model and clients": who}), "info": json.dumps({"rounds": [record]})}
+    tensors = {f"{k}.{name}": t.clone() for k, state in {"now": r.state, "best": start}.items() for name, t in state.items()}
+    save_tensors(tmp_path / "checkpoint.safetensors", tensors, header)
+    shown = []
+
+    def progress(rounds, title, total, done):
+        shown.append((title, total, done))
+        return rounds
+
+    learner = FedL2P(model, QUICK).fit(federation.seen, tmp_path, Runner(1, progress=progress))
+    assert same(learner, whole) and shown == [("learning to personalize (ift)", 3, 1)]
+    assert learner.history == [record, *whole.history[1:]] and whole.history[0] == {**record, "failed": {}}
+    assert all(torch.equal(t, whole.last[name]) for name, t in learner.last.items())
+
+
+@pytest.mark.parametrize("inputs", ["raw", "standard"])
+def test_learning_that_was_stopped_goes_on(model, federation, tmp_path, inputs):
+    config = replace(QUICK, inputs=inputs, keep="paired")
+    whole = FedL2P(model, config).fit(federation.seen, runner=Runner(1))
+
+    def stop(rounds, title, total, done):
+        yield next(rounds)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        FedL2P(model, config).fit(federation.seen, tmp_path, Runner(1, progress=stop))
+    again = FedL2P(model, config).fit(federation.seen[::-1], tmp_path, Runner(2))
+    assert same(whole, again) and again.history == whole.history
+    assert [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()] == whole.history
+
+
+def test_a_transport_does_all_of_the_work(model, federation):
+    came = []
+
+    def transport(tasks):
+        came.append(tasks)
+        return (Outcome(task.run()) for task in tasks)
+
+    config = replace(QUICK, inputs="standard", rounds=2)
+    there = FedL2P(model, config).fit(federation.seen, runner=Runner(transport=transport))
+    scores = [r.score for r in there.score(federation.unseen, Runner(transport=transport))]
+    here = FedL2P(model, config).fit(federation.seen, runner=Runner(1))
+    assert same(here, there) and [r.score for r in here.score(federation.unseen, Runner(1))] == scores
+    expected = [(describe_client, 1, 5), (learn_client, 1, 2), (learn_client, 2, 2), (score_policy, 0, 5)]
+    assert [(tasks[0].work, tasks[0].number, len(tasks)) for tasks in came] == expected
+    assert all(task.model is there.model and task.settings is config for tasks in came for task in tasks)
+
+
 def test_checkpoint_of_another_model_or_damaged(model, federation, tmp_path):
-    FedL2P(model, QUICK).fit(federation.seen, tmp_path, workers=1, track=quiet)
+    FedL2P(model, QUICK).fit(federation.seen, tmp_path, Runner(1))
     with pytest.raises(ValueError, match="model and clients was"):
-        FedL2P(small_cnn(width=4, seed=5), QUICK).fit(federation.seen, tmp_path, workers=1, track=quiet)
+        FedL2P(small_cnn(width=4, seed=5), QUICK).fit(federation.seen, tmp_path, Runner(1))
     assert [json.loads(line)["round"] for line in (tmp_path / "rounds.jsonl").read_text().splitlines()] == [1, 2, 3]
     (tmp_path / "checkpoint.safetensors").write_bytes(b"oops")
     with pytest.raises(ValueError, match="delete the file"):
-        FedL2P(model, QUICK).fit(federation.seen, tmp_path, workers=1, track=quiet)
+        FedL2P(model, QUICK).fit(federation.seen, tmp_path, Runner(1))
 
 
 def test_a_finished_run_is_not_run_again(model, federation, tmp_path):
-    first = FedL2P(model, QUICK).fit(federation.seen, tmp_path, workers=1, track=quiet)
-    second = FedL2P(model, QUICK).fit(federation.seen, tmp_path, workers=1, track=lambda rounds, *_: iter(list(rounds) and pytest.fail("ran again") or ()))
+    first = FedL2P(model, QUICK).fit(federation.seen, tmp_path, Runner(1))
+
+    def watch(rounds, title, total, done):
+        return iter(list(rounds) and pytest.fail("ran again") or ())
+
+    second = FedL2P(model, QUICK).fit(federation.seen, tmp_path, Runner(1, progress=watch))
     assert same(first, second) and first.history == second.history
 
 
@@ -193,14 +324,16 @@ def test_strategy_for_a_client_or_for_data(model, federation):
 
 def test_a_model_without_batch_norm_learns_rates(federation):
     linear = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
-    learner = FedL2P(linear, replace(QUICK, lr=0.1)).fit(federation.seen, workers=1, track=quiet)
+    learner = FedL2P(linear, replace(QUICK, lr=0.1)).fit(federation.seen, runner=Runner(1))
     assert learner.strategy(federation.unseen[0]).beta.shape == (0,)
-    assert len(learner.score(federation.unseen, workers=1)) == 5
+    assert len(learner.score(federation.unseen, Runner(1))) == 5
 
 
 def test_a_first_round_without_answers_can_be_kept(model, federation, tmp_path):
     """Then the best lambda is the one that was there, and both are written into one file."""
     wild = replace(QUICK, lr=1e30, fraction=0.5)
     with pytest.raises(Diverged, match="FloatingPointError"), pytest.warns(RuntimeWarning, match="is left out"):
-        FedL2P(model, wild).fit(federation.seen, tmp_path, workers=1, track=quiet)
-    assert len((tmp_path / "rounds.jsonl").read_text().splitlines()) == 2  # the third empty round in a row is an error
+        FedL2P(model, wild).fit(federation.seen, tmp_path, Runner(1))
+    records = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
+    assert len(records) == EMPTY_ROUNDS - 1 == 2  # the third empty round in a row is an error
+    assert all(reason.startswith("FloatingPointError: ") for record in records for reason in record["failed"].values())

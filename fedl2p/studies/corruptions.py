@@ -24,10 +24,10 @@ def _cloud(x: Tensor, cells: Sequence[int], rng: torch.Generator) -> Tensor:
 # %% ../../nbs/studies/corruptions.ipynb #d56fd131
 def _smear(x: Tensor, down: int, right: int, steps: int) -> Tensor:
     "The image and copies of it, each shifted further: [steps, N, C, H, W]."
-    padded = F.pad(x, (steps, steps, steps, steps), mode="replicate")
+    padded = F.pad(x, [steps] * 4, mode="replicate")
     moves = range(-(steps // 2), steps - steps // 2)
-    copies = [padded.roll((-down * i, -right * i), (-2, -1)) for i in moves]
-    return torch.stack([moved[..., steps:-steps, steps:-steps] for moved in copies])
+    copies = torch.stack([padded.roll((-down * i, -right * i), (-2, -1)) for i in moves])
+    return copies[..., steps:-steps, steps:-steps]
 
 # %% ../../nbs/studies/corruptions.ipynb #54dd7d93
 def _jpeg(x: Tensor, quality: int) -> Tensor:
@@ -66,28 +66,29 @@ def corrupt(
         return _jpeg(x, 50 - 8 * s)
     x = x.float() / 255
     grey = x.mean(1, keepdim=True)
-    if kind == "brightness":
-        x = x + 0.1 * s
-    elif kind == "contrast":
-        mean = x.mean((1, 2, 3), keepdim=True)
-        x = mean + (x - mean) * (1 - 0.17 * s)
-    elif kind == "saturate":
-        x = grey + (x - grey) * (1 + s)
-    elif kind == "pixelate":
-        small = [max(round(side * (1 - 0.15 * s)), 1) for side in x.shape[-2:]]
-        x = F.interpolate(F.interpolate(x, small, mode="area"), x.shape[-2:], mode="nearest")
-    elif kind == "speckle_noise":
-        x = x + x * 0.07 * s * torch.randn(x.shape, generator=rng)
-    elif kind == "motion_blur":  # each image in one of four directions
-        ways = torch.randint(4, (len(x),), generator=rng)
-        for way, (down, right) in enumerate([(0, 1), (1, 0), (1, 1), (1, -1)]):
-            x[ways == way] = _smear(x[ways == way], down, right, s + 2).mean(0)
-    elif kind == "fog":
-        x = torch.lerp(x, 0.75 + 0.15 * _cloud(x, (2, 4, 8), rng), 0.15 * s)
-    elif kind == "frost":  # thin bluish lines, on glass that takes away some of the picture
-        lines = (1 - 3 * _cloud(x, (4, 8), rng).abs()).clamp(0, 1)
-        x = torch.lerp(x * (1 - 0.07 * s), torch.tensor([0.8, 0.9, 1.0])[:, None, None], lines * min(0.25 * s, 1))
-    elif kind == "snow":
-        flakes = (torch.rand(grey.shape, generator=rng) < 0.008 * s).float()
-        x = torch.maximum(torch.lerp(x, grey.expand_as(x) + 0.25, 0.12 * s), _smear(flakes, 1, 1, 3).amax(0) * 0.95)
+    match kind:
+        case "brightness":
+            x = x + 0.1 * s
+        case "contrast":
+            mean = x.mean((1, 2, 3), keepdim=True)
+            x = mean + (x - mean) * (1 - 0.17 * s)
+        case "saturate":
+            x = grey + (x - grey) * (1 + s)
+        case "pixelate":
+            small = [max(round(side * (1 - 0.15 * s)), 1) for side in x.shape[-2:]]
+            x = F.interpolate(F.interpolate(x, small, mode="area"), x.shape[-2:], mode="nearest")
+        case "speckle_noise":
+            x = x + x * 0.07 * s * torch.randn(x.shape, generator=rng)
+        case "motion_blur":  # each image in one of four directions
+            ways = torch.randint(4, (len(x),), generator=rng)
+            for way, (down, right) in enumerate([(0, 1), (1, 0), (1, 1), (1, -1)]):
+                x[ways == way] = _smear(x[ways == way], down, right, s + 2).mean(0)
+        case "fog":
+            x = torch.lerp(x, 0.75 + 0.15 * _cloud(x, (2, 4, 8), rng), 0.15 * s)
+        case "frost":  # thin bluish lines, on glass that takes away some of the picture
+            lines = (1 - 3 * _cloud(x, (4, 8), rng).abs()).clamp(0, 1)
+            x = torch.lerp(x * (1 - 0.07 * s), torch.tensor([0.8, 0.9, 1.0])[:, None, None], lines * min(0.25 * s, 1))
+        case "snow":
+            flakes = (torch.rand(grey.shape, generator=rng) < 0.008 * s).float()
+            x = torch.maximum(torch.lerp(x, grey.expand_as(x) + 0.25, 0.12 * s), _smear(flakes, 1, 1, 3).amax(0) * 0.95)
     return x.clamp(0, 1).mul(255).round().to(torch.uint8)

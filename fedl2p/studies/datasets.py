@@ -284,7 +284,7 @@ def _speakers(folder: Path) -> tuple[dict[str, list[Path]], set[str]]:
 
 
 def _speaker_client(
-    speaker: str, paths: Sequence[Path], noise: Sequence[np.ndarray], cache: Path, mels: int, seed: int
+    speaker: str, paths: Sequence[Path], noise: list[np.ndarray], cache: Path, mels: int, seed: int
 ) -> Client:
     "A speaker's clips, and a tenth as many of silence."
     words = cached(cache / f"{speaker}.npz", key(paths, mels),

@@ -8,7 +8,6 @@ __all__ = ['Demo', 'jobs', 'open_folder', 'run_demo', 'write_results']
 # %% ../../nbs/studies/demo.ipynb #4142565d
 import json
 import math
-import warnings
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,18 @@ from pathlib import Path
 from ..analysis import plot_accuracy, plot_learning, plot_strategies
 from ..checkpoint import changed
 from ..client import Config, Estimator
-from ..core import Json, Table, load_or_make, markdown, pick_device, require, versions, write_file, write_json
+from fedl2p.core import (
+    Json,
+    Table,
+    load_or_make,
+    markdown,
+    pick_device,
+    require,
+    versions,
+    warn,
+    write_file,
+    write_json,
+)
 from ..digits import SHIFTS, digits_federation
 from ..runner import Progress, Runner, quiet
 from .published import Condition
@@ -95,8 +105,7 @@ def open_folder(
             raise ValueError(f"{out} holds results for other settings: {changes}; {advice}")
         write_json(config, settings)
         if load_or_make(out / "versions.json", versions) != versions():
-            message = f"{out} was begun with other versions (see versions.json) than those that go on now; numbers may differ"
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
+            warn(f"{out} was begun with other versions (see versions.json) than those that go on now; numbers may differ")
     except OSError as error:
         raise OSError(f"out must be a folder to write in, got {out} ({error})") from error
 

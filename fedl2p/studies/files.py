@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 from tqdm import tqdm
 
-from ..core import require, require_choice, write_file
+from ..core import require_choice, write_file
 
 # %% ../../nbs/studies/files.ipynb #84976bd9
 def fetch(
@@ -120,8 +120,7 @@ def read_list(
     "Paths and labels of one of FedBN's lists."
     try:
         with open(path, "rb") as file:
-            names, labels = _ListUnpickler(file).load()
-        names, labels = [str(name) for name in names], [str(label) for label in labels]
+            names, labels = ([str(word) for word in words] for words in _ListUnpickler(file).load())
     except Exception as error:  # a damaged pickle may raise any error
         raise ValueError(f"{path} is no list of files and labels: {error}") from error
     if len(names) != len(labels):
@@ -138,8 +137,8 @@ def _listed(base: Path, lists: Sequence[Path], classes: dict[str, int]) -> list[
     for path in lists:
         for name, label in zip(*read_list(path), strict=True):
             parts = PurePosixPath(name).parts
-            outside = name.startswith("/") or "\\" in name or ":" in name or ".." in parts
-            require(not outside, f"{path}: file", f"a path inside {base}", name)
+            if name.startswith("/") or "\\" in name or ":" in name or ".." in parts:
+                raise ValueError(f"{path}: file must be a path inside {base}, got {name!r}")
             require_choice(f"{path}: label of {name!r}", label, classes)
             image = base.joinpath(*parts[1:])  # the first part is the folder's own name
             if not image.exists():
@@ -157,8 +156,7 @@ def find_images(
     for name in names:
         if lists := [path for part in ("train", "test") if (path := base / f"{name}_{part}.pkl").exists()]:
             return _listed(base, lists, classes)
-        folders = [(base / name / word, label) for word, label in classes.items()]
-        images = [(path, label) for folder, label in folders if folder.is_dir() for path in sorted(folder.iterdir())
+        images = [(path, label) for word, label in classes.items() for path in sorted((base / name / word).glob("*"))
                   if path.suffix.lower() in _SUFFIXES and not path.name.startswith(".")]
         if {label for _, label in images} == set(classes.values()):
             return images
@@ -223,6 +221,6 @@ def read_wav(
             raw = file.readframes(file.getnframes())
     except (wave.Error, EOFError) as error:
         raise ValueError(f"{path} is damaged or no wav file ({error}); get it again") from error
-    expected = (1, 16, rate)
-    require(form == expected, f"{path}: channels, bits and rate", f"{expected} as in the official files", form)
+    if form != (1, 16, rate):
+        raise ValueError(f"{path}: channels, bits and rate must be (1, 16, {rate}) as in the official files, got {form}")
     return np.frombuffer(raw[:len(raw) // 2 * 2], "<i2").astype(np.float32) / 32768

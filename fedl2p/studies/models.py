@@ -7,7 +7,7 @@ __all__ = ['Stem', 'STEMS', 'resnet18', 'imagenet_resnet18', 'small_resnet']
 
 # %% ../../nbs/studies/models.ipynb #8418f0df
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -29,9 +29,9 @@ def _first(stem: Stem, width: int, stride: int | None = None) -> nn.Conv2d:
     return nn.Conv2d(1 if stem == "speech" else 3, width, 7, stride=stride or 2, padding=3, bias=False)
 
 
-def _initialise(layers: Iterable[nn.Module]) -> None:
+def _initialise(model: nn.Module) -> None:
     "Torchvision's initial values, for layers of our own."
-    for layer in layers:
+    for layer in model.modules():
         if isinstance(layer, nn.Conv2d):
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
 
@@ -48,7 +48,7 @@ def resnet18(
         model = resnet18(num_classes=classes)
         if stem != "imagenet":
             model.conv1, model.maxpool = _first(stem, 64), nn.Identity()
-            _initialise([model.conv1])
+            _initialise(model.conv1)
     return model
 
 # %% ../../nbs/studies/models.ipynb #f7c0142a
@@ -108,5 +108,5 @@ def small_resnet(
             before = channels
         layers.update(avgpool=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten(), fc=nn.Linear(before, classes))
         model = nn.Sequential(layers)
-        _initialise(model.modules())
+        _initialise(model)
     return model

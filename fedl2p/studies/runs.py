@@ -9,7 +9,6 @@ __all__ = ['OUR_METHODS', 'METHODS', 'LEARNED', 'Study', 'learned_by', 'conditio
 
 # %% ../../nbs/studies/runs.ipynb #f2d61c23
 import time
-import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -36,7 +35,7 @@ from fedl2p.client import (
     with_state,
 )
 from ..clusters import mean_strategy
-from ..core import Json, device_of, generator, load_or_make, pick_device, require, require_choice, versions
+from ..core import Json, device_of, generator, load_or_make, pick_device, require, require_choice, versions, warn
 from ..data import Client, Federation
 from ..federated import Diverged
 from ..finetune import GRID, baselines
@@ -341,7 +340,7 @@ def _filled(job: Job) -> Json:
         try:
             content = _results(job, model, everybody)
         except Diverged as error:  # a result, too: the paper's tables have such cells
-            warnings.warn(f"{job.path.stem} has no result: {error}", RuntimeWarning, stacklevel=2)
+            warn(f"{job.path.stem} has no result: {error}")
             content = {"diverged": str(error), "clients": []}
     about = {k: v for k, v in cell.condition._asdict().items() if k != "pool"}
     about |= {"method": cell.method, "seed": cell.seed, "scale": job.scale, "new_clients": job.how.new_clients,
@@ -445,7 +444,7 @@ def run_study(
                 federation(job.how, cell.condition.alpha, job.data_seed)
         except OSError as error:
             missing[dataset] = str(error)
-            warnings.warn(f"{dataset} is left out: {error}", RuntimeWarning, stacklevel=2)
+            warn(f"{dataset} is left out: {error}")
         if dataset not in missing:
             run_cell(job)
     if len(missing) == len({cell.condition.dataset for cell in cells(run)}):
