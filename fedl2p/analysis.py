@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple, TypedDict, cast
 
+import numpy as np
 from torch import nn
 
 from .client import Result
@@ -56,12 +57,11 @@ def records(
     plain = []
     for r in results:
         right, loss, n = r.score
-        record = {"method": method, "pool": pool, "client": r.id, "domain": r.domain, "right": right, "n": n}
-        record["loss"] = loss if math.isfinite(loss) else None
-        tensors = {"beta": r.strategy.beta, "eta": r.strategy.eta}
-        if r.profile is not None:
-            tensors |= {"xi": r.profile.xi, "feature_stats": r.profile.feature_stats}
-        plain.append(record | {name: t.tolist() for name, t in tensors.items()} | more)
+        tensors = {"beta": r.strategy.beta, "eta": r.strategy.eta, **(vars(r.profile) if r.profile else {})}
+        plain.append({
+            "method": method, "pool": pool, "client": r.id, "domain": r.domain, "right": right, "n": n,
+            "loss": loss if math.isfinite(loss) else None, **{name: t.tolist() for name, t in tensors.items()}, **more,
+        })
     return cast(list[Record], plain)
 
 
@@ -106,20 +106,22 @@ def legend_below(
 def _boxes(ax, rows: Sequence[Sequence[float]], at: float, colour: str, height: float) -> None:
     "A box from the first to the third quartile, and a line over the whole range, for each column of `rows`."
     for i, column in enumerate(zip(*rows, strict=True)):
-        low, middle, high = statistics.quantiles(column, n=4, method="inclusive") if len(column) > 1 else [*column] * 3
-        ax.plot([min(column), max(column)], [i + at] * 2, color=colour, lw=0.8)
-        ax.barh(i + at, high - low, height, low, fill=False, edgecolor=colour, lw=0.8)
-        ax.plot([middle] * 2, [i + at - height / 2, i + at + height / 2], color=colour, lw=1.5)
+        least, low, middle, high, most = np.percentile(column, [0, 25, 50, 75, 100])
+        y = i + at
+        ax.plot([least, most], [y] * 2, color=colour, lw=0.8)
+        ax.barh(y, high - low, height, low, fill=False, edgecolor=colour, lw=0.8)
+        ax.plot([middle] * 2, [y - height / 2, y + height / 2], color=colour, lw=1.5)
 
 
-def _dots(ax, key: str, results: Sequence[Record]) -> None:
+def _dots(ax, key: str, results: Sequence[Any]) -> None:
     "A dot for each client and layer, coloured by domain."
     palette = colours(r["domain"] for r in results)
     for i, (domain, colour) in enumerate(palette.items()):
-        rows = [*map(itemgetter(key), (r for r in results if r["domain"] == domain))]
-        offset = 0.15 + 0.4 * ((i + 0.5) / len(palette) - 0.5)
-        values, heights = [v for row in rows for v in row], [y + offset for row in rows for y in range(len(row))]
-        ax.plot(values, heights, ".", ms=4, alpha=0.6, color=colour, label=domain or "a client")
+        at = 0.15 + 0.4 * ((i + 0.5) / len(palette) - 0.5)
+        dots = [(v, y + at) for r in results if r["domain"] == domain for y, v in enumerate(r[key])]
+        ax.plot(
+            [v for v, _ in dots], [y for _, y in dots], ".", ms=4, alpha=0.6, color=colour, label=domain or "a client"
+        )
 
 # %% ../nbs/11_analysis.ipynb #4af36105
 def plot_strategies(
@@ -148,9 +150,9 @@ def plot_strategies(
             ax.xaxis.set_major_locator(MaxNLocator(5))
         ax.set(xlabel=titles[key], ylim=(len(names) - 0.4, -0.6), yticks=range(len(names)), yticklabels=names)
         ax.grid(axis="y", alpha=0.2)
+        if key == "beta":
+            ax.set_xlim(-0.03, 1.03)
     axes[0, 0].set_title(title)
-    if "beta" in panels:
-        axes[0, 0].set_xlim(-0.03, 1.03)
     legend_below(fig, axes[-1, 0], "dots: clients" + (", grey boxes: before learning" if before else ""))
     return fig
 
@@ -160,10 +162,11 @@ def sparsity(
     sizes: Sequence[int], # [P] parameters in each tensor
 ) -> list[float]: # [N]
     "For each client the share of parameters that fine-tuning does not touch."
-    require(sum(sizes) >= 1, "sum of sizes", ">= 1", sum(sizes))
+    whole = sum(sizes)
+    require(whole >= 1, "sum of sizes", ">= 1", whole)
     lengths = {len(row) for row in eta}
     require(lengths <= {len(sizes)}, "rows of eta", f"of length {len(sizes)}, as sizes is", sorted(lengths))
-    return [sum(n for n, rate in zip(sizes, row, strict=True) if rate == 0) / sum(sizes) for row in eta]
+    return [sum(n for n, rate in zip(sizes, row, strict=True) if rate == 0) / whole for row in eta]
 
 
 def frozen(
@@ -179,7 +182,9 @@ def plot_sparsity(
     before: Sequence[Record] = (), # records before learning
 ):
     "Sparsity of each client's model, sorted, coloured by domain; and each tensor's share of clients that freeze it."
-    names, height = layers["eta"], 0.5 + 0.16 * len(layers["eta"])
+    names = layers["eta"]
+    places = range(len(names))
+    height = 0.5 + 0.16 * len(names)
     fig, (top, bottom) = figure(2.6 + height, 2, height_ratios=[1.9, height])
     new, old = ([r["eta"] for r in group] for group in (results, before))
     domains = [r["domain"] for r in results]
@@ -187,16 +192,14 @@ def plot_sparsity(
     for domain, colour in colours(domains).items():
         dots = {i: share for i, (share, d) in enumerate(shares) if d == domain}
         top.plot(list(dots), list(dots.values()), "o", ms=4, color=colour, label=domain or "a client")
+    bottom.barh(places, frozen(new), color="C0")
     if before:
         top.plot(sorted(sparsity(old, layers["sizes"])), color="0.6", lw=1, label="before learning")
+        bottom.plot(frozen(old), places, "|", color="0.4")
     top.set(xlabel="clients, sorted", ylabel="sparsity", ylim=(-0.05, 1.05), xticks=[])
     top.legend(fontsize="small", ncols=2)
-    bottom.barh(range(len(names)), frozen(new), color="C0")
-    if before:
-        bottom.plot(frozen(old), range(len(names)), "|", color="0.4")
-    bottom.set(xlabel="share of clients that freeze the tensor", xlim=(0, 1))
-    bottom.set(yticks=range(len(names)), ylim=(len(names) - 0.4, -0.6))
-    bottom.set_yticklabels(names, fontsize="x-small")
+    bottom.set_yticks(places, names, fontsize="x-small")
+    bottom.set(xlabel="share of clients that freeze the tensor", xlim=(0, 1), ylim=(len(names) - 0.4, -0.6))
     return fig
 
 # %% ../nbs/11_analysis.ipynb #cb85f95e
@@ -206,18 +209,18 @@ def plot_learning(
 ):
     "Validation loss of each round's clients; where it was measured, less that of untrained meta-nets on them."
     relative = any("start_loss" in r for history in histories.values() for r in history)
+    unknown = math.nan if relative else 0.0
     palette = colours(method for method, _ in histories)
     fig, ax = figure(3 + 0.18 * len(palette))
     for (method, _), history in histories.items():
-        pairs = [(r["val_loss"], r.get("start_loss", math.nan if relative else 0.0)) for r in history]
-        losses = [math.nan if loss is None else loss - start for loss, start in pairs]
+        losses = [math.nan if r["val_loss"] is None else r["val_loss"] - r.get("start_loss", unknown) for r in history]
         ax.plot([r["round"] for r in history], losses, ".-", color=palette[method], alpha=0.6)
     for method, colour in palette.items():
         ax.plot([], [], ".-", color=colour, label=method)
+    ax.set(xlabel="round", ylabel="validation loss" + " less untrained" * relative, title=title)
     if relative:
         ax.axhline(0, color="grey", lw=0.5)
-    ax.set(xlabel="round", ylabel="validation loss" + " less untrained" * relative, title=title)
-    if not relative:
+    else:
         ax.set_ylim(0, None)
     ax.locator_params("x", integer=True)
     legend_below(fig, ax)
@@ -238,8 +241,7 @@ def plot_course(
         names = layers[key]
         for i, name in enumerate(names):
             colour = colormaps["viridis"](i / max(len(names) - 1, 1))
-            values = [r[key][i] for r in rounds]
-            ax.plot([r["round"] for r in rounds], values, ".-", ms=3, lw=1, color=colour, label=name)
+            ax.plot([r["round"] for r in rounds], [r[key][i] for r in rounds], ".-", ms=3, lw=1, color=colour, label=name)
         if 0 < len(names) <= 12:
             ax.legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1, 0.5))
     axes[0].set(ylabel="mixing ratio β", ylim=(-0.03, 1.03), title=title)
@@ -267,7 +269,8 @@ def gains(
 ) -> list[Gain]: # the largest first
     "Each client's accuracy under one method, less that under another."
     bases = {(r["client"], r.get("seed")): r for r in results if (r["method"], r["pool"]) == (base, pool)}
-    first, points = dict[str, Record](), dict[str, list[float]]()
+    first = dict[str, Record]()
+    points = dict[str, list[float]]()
     for r in results:
         other = bases.get((r["client"], r.get("seed")))
         if other and (r["method"], r["pool"]) == (method, pool):
@@ -295,10 +298,11 @@ def plot_gains(
     for domain, colour in colours(g.domain for g in gained).items():
         bars = {i: g.points for i, g in enumerate(gained) if g.domain == domain}
         ax.bar(list(bars), list(bars.values()), color=colour, label=domain or "a client")
-    better, worse = sum(g.points > 0 for g in gained), sum(g.points < 0 for g in gained)
-    counts = f"{better} better, {len(gained) - better - worse} the same, {worse} worse"
+    better = sum(g.points > 0 for g in gained)
+    worse = sum(g.points < 0 for g in gained)
     ax.axhline(0, color="grey", lw=0.5)
-    ax.set(xlabel=f"clients, sorted: {counts}", ylabel="gain (percentage points)", title=title, xticks=[])
+    ax.set(xlabel=f"clients, sorted: {better} better, {len(gained) - better - worse} the same, {worse} worse",
+           ylabel="gain (percentage points)", title=title, xticks=[])
     legend_below(fig, ax)
     return fig
 
@@ -309,12 +313,12 @@ def plot_accuracy(
     "Accuracy of each method and pool: bars for means, dots for seeds."
     fig, ax = figure(0.9 + 0.4 * len(rows))
     for i, (pool, colour) in enumerate({"seen": "C0", "unseen": "C1"}.items()):
-        known = [[v for v in row.get(pool, ()) if v == v] for row in rows.values()]
-        bars = {j + 0.4 * (i - 0.5): values for j, values in enumerate(known) if values}
+        bars = {j + 0.4 * (i - 0.5): values for j, row in enumerate(rows.values())
+                if (values := [v for v in row.get(pool, ()) if v == v])}
         label = f"{pool} clients" if bars else None
         ax.barh(list(bars), [*map(statistics.mean, bars.values())], 0.36, color=colour, alpha=0.5, label=label)
-        dots = [(v, y) for y, values in bars.items() for v in values]
-        ax.plot([v for v, _ in dots], [y for _, y in dots], ".", color=colour)
+        for y, values in bars.items():
+            ax.plot(values, [y] * len(values), ".", color=colour)
     ax.set(xlabel="test accuracy (bars: means, dots: seeds)", xlim=(0, 1))
     ax.set_yticks(range(len(rows)), list(rows))
     ax.invert_yaxis()

@@ -144,7 +144,7 @@ class MixBatchNorm(nn.Module):
         return out
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
-        super()._load_from_state_dict({**state_dict, **_from_plain(self, state_dict, prefix)}, prefix, *args)
+        super()._load_from_state_dict(state_dict | _from_plain(self, state_dict, prefix), prefix, *args)
 
     def extra_repr(self) -> str:
         return f"{self.num_features}, momentum={self.momentum}, beta={self.beta.mean():.2g}, mode={self.mode!r}"
@@ -217,7 +217,9 @@ def mix_bn(
         if isinstance(module, _BatchNorm) and module.running_mean is None:
             left.add(module)
         elif isinstance(module, _BatchNorm):
-            return done.setdefault(module, _mixing(module, name))  # a layer that stands in two places stays one layer
+            if module not in done:  # a layer that stands in two places stays one layer
+                done[module] = _mixing(module, name)
+            return done[module]
         for child_name, child in module._modules.items():
             if child is not None:
                 module._modules[child_name] = convert(child, f"{name}.{child_name}".lstrip("."))

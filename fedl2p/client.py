@@ -236,11 +236,11 @@ def learn_client(
     client = client.to(device_of(model))
     check(client, model)
     metanets = with_state(model, config, state)
-    key = config.seed, "learning", number, client.id
+    key, report = (config.seed, "learning", number, client.id), Json()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        first, *_ = meta_steps(model, config, metanets, client, config.meta_steps, key)
-    report: Json = {"val_loss": first.val_loss, **{name: value.tolist() for name, value in first.hyper.items()}}
+        for step in meta_steps(model, config, metanets, client, config.meta_steps, key):  # the first is reported
+            report = report or {"val_loss": step.val_loss, **{name: t.tolist() for name, t in step.hyper.items()}}
     report["diverging"] = sum(issubclass(w.category, NeumannDiverges) for w in caught)
     if config.keep == "paired":
         start = next(meta_steps(model, config, untrained(model, config, state), client, 1, key))
@@ -283,6 +283,13 @@ def personal_profile(
     return profile_of(model, config, data, (config.seed, "personalize", id))
 
 
+def _ready(model: nn.Module, client: Client, held_out: bool = True) -> Client:
+    "The client on the model's device, checked; the test uses validation samples, but does not need them."
+    client = client.to(device_of(model))
+    check(client, model, ["train", *["val"] * bool(len(client.val) or not held_out), *["test"] * held_out])
+    return client
+
+
 def score_strategies(
     model: nn.Module, # as returned by `mix_bn`
     config: Config, # how long to fine-tune
@@ -292,9 +299,7 @@ def score_strategies(
     held_out: bool = True, # judge on test samples; False judges on validation samples, to choose by
 ) -> dict[str, Result]: # by the same names
     "One client under several strategies."
-    client = client.to(device_of(model))
-    # Validation samples are not needed for the test, but used if there are some.
-    check(client, model, ["train", *["val"] * bool(len(client.val) or not held_out), *["test"] * held_out])
+    client = _ready(model, client, held_out)
     numbers = partial(generator, config.seed, "personalize", client.id)
     return {name: Result(client.id, client.domain, score_client(model, s, client, config.tuning, numbers(), held_out), s)
             for name, s in strategies.items()}
@@ -308,7 +313,7 @@ def score_policy(
     number: int = 0, # not used
 ) -> Result:
     "One client under the strategy that meta-nets make for it."
-    client = client.to(device_of(model))
+    client = _ready(model, client)
     known = personal_profile(model, config, client.train + client.val, client.id)
     with torch.no_grad():
         strategy = policy(with_state(model, config, state), known, config)

@@ -61,20 +61,18 @@ def distance_map(
 ) -> DistanceMap:
     "The logarithm of normalised mean distances between domains."
     _one_domain_each(rows, domains)
-    names, apart = sorted(set(domains)), distances(rows)
-    places = {name: [i for i, d in enumerate(domains) if d == name] for name in names}
-    between_domains = torch.full((len(names), len(names)), math.nan, dtype=torch.float64)
-    for j, first in enumerate(names):
-        for k, second in enumerate(names):
-            pairs = [apart[a, b] for a in places[first] for b in places[second] if a != b]
-            if pairs:
-                between_domains[j, k] = torch.stack(pairs).mean()
+    names = sorted(set(domains))
+    apart = distances(rows)
+    different = ~torch.eye(len(rows), dtype=torch.bool)  # pairs of two clients
+    members = torch.tensor([[d == name for d in domains] for name in names])
+    means = [apart[a[:, None] & b & different].mean() for a in members for b in members]  # nan for no pairs
+    between_domains = torch.stack(means).view(len(names), -1)
     own = between_domains.diagonal()
     reasons = {"one client only": own.isnan(), "all clients alike": own == 0}
     why = [f"{reason}: {', '.join(n for n, m in zip(names, mask, strict=True) if m)}"
            for reason, mask in reasons.items() if mask.any()]
     own = torch.where(own > 0, own, math.nan)
-    return DistanceMap(names, (between_domains / (own[:, None] * own[None]).sqrt()).log(), "; ".join(why))
+    return DistanceMap(names, (between_domains / torch.outer(own, own).sqrt()).log(), "; ".join(why))
 
 # %% ../nbs/12_clusters.ipynb #14b52bfc
 def plot_maps(
@@ -88,7 +86,7 @@ def plot_maps(
     across, height, shrink = (2, 2.9, 0.5) if count <= 6 else (1, 4.6, 0.2)
     down = math.ceil(len(maps) / across)
     fig, axes = figure(down * height, down, ncols=across, squeeze=False)
-    limit = max([1.0, *(m.values.nan_to_num().abs().max().item() for m in maps.values())])
+    limit = max(1.0, *(m.values.nan_to_num().abs().max().item() for m in maps.values()))
     for ax in axes.flat[len(maps):]:
         ax.set_axis_off()
     for ax, (name, (names, values, why)) in zip(axes.flat, maps.items(), strict=False):
@@ -97,9 +95,8 @@ def plot_maps(
         ax.set_title(name)
         ax.set_xticks(range(count), names, rotation=60, ha="right", fontsize="x-small")
         ax.set_yticks(range(count), names, fontsize="x-small")
-        for j, row in enumerate(values.tolist()):
-            for k, value in enumerate(row):
-                ax.text(k, j, "–" if value != value else f"{value:.1f}", ha="center", va="center", fontsize="x-small")
+        for (j, k), value in np.ndenumerate(values.numpy()):
+            ax.text(k, j, "–" if value != value else f"{value:.1f}", ha="center", va="center", fontsize="x-small")
         if why:
             ax.set_xlabel(fill(why, 45), fontsize="xx-small")
     fig.colorbar(image, ax=axes, shrink=shrink, label="log normalised distance")
@@ -126,13 +123,14 @@ def cluster(
 
     _one_domain_each(rows, domains)
     count = len(set(domains))
+    together = [0] * len(domains)
     if count == 1:
-        return Clusters(None, [0] * len(domains), "there is one domain only")
+        return Clusters(None, together, "there is one domain only")
     if count == len(domains):
         return Clusters(None, list(range(count)), "each domain has one client only")
     apart = distances(rows)
     if not apart.any():
-        return Clusters(None, [0] * len(domains), "all clients have the same numbers")
+        return Clusters(None, together, "all clients have the same numbers")
     unit = apart[apart > 0].median() if scaled else 1.0
     method = SpectralClustering(count, affinity="precomputed", assign_labels="discretize", random_state=0)
     try:
@@ -140,7 +138,7 @@ def cluster(
             warnings.simplefilter("ignore", UserWarning)  # some clients may not be similar to any other
             labels = method.fit_predict((-(apart / unit) ** 2).exp().numpy())
     except np.linalg.LinAlgError:
-        return Clusters(None, [0] * len(domains), "clients are too far apart to be similar to anybody")
+        return Clusters(None, together, "clients are too far apart to be similar to anybody")
     return Clusters(float(adjusted_rand_score(list(domains), labels)), labels.tolist(), "")
 
 # %% ../nbs/12_clusters.ipynb #3fb6139d
@@ -189,8 +187,8 @@ def spread(
     "Variance between and within domains."
     _one_domain_each(rows, domains)
     rows = rows.detach().double()
-    means = {d: rows[[i for i, other in enumerate(domains) if other == d]].mean(0) for d in set(domains)}
-    own, mean = torch.stack([means[d] for d in domains]), rows.mean(0)
+    own = torch.stack([rows[[other == d for other in domains]].mean(0) for d in domains])  # mean of each one's domain
+    mean = rows.mean(0)
     return Spread(mean, rows.std(0, correction=0), ((own - mean) ** 2).mean(0), ((rows - own) ** 2).mean(0))
 
 
@@ -223,8 +221,8 @@ def mean_strategy(
     clients: Sequence[Client], # who learned together
 ) -> Strategy: # the same for everybody
     "The strategy that a policy makes for the mean of some clients' inputs."
-    model, config = learner.model, learner.config
-    known = score_all(_inputs, model, config, None, clients, Runner(1), "inputs of all clients")
+    config = learner.config
+    known = score_all(_inputs, learner.model, config, None, clients, Runner(1), "inputs of all clients")
     mean = Profile(*(torch.stack([getattr(p, field) for p in known]).mean(0) for field in ("xi", "feature_stats")))
     with torch.no_grad():
         return policy(learner.metanets, mean, config)

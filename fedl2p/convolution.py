@@ -51,9 +51,10 @@ class NativeConv(TorchFunctionMode):
     smallest = 2**16  # numbers in an input; convolutions of smaller ones stay as they are
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
         if func in (torch.conv1d, torch.conv2d, torch.conv3d):
-            return self.convolve(func, *args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+            return self.convolve(func, *args, **kwargs)
+        return func(*args, **kwargs)
 
     def convolve(self, func, input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
         # A Python function costs some microseconds for every call, which only large convolutions win back.

@@ -50,9 +50,10 @@ def require_choice(
 
 def warn(
     message: str,
+    stacklevel: int = 3, # 3 points to the line that called whoever warns
 ) -> None:
-    "A RuntimeWarning that points to the caller's caller."
-    warnings.warn(message, RuntimeWarning, stacklevel=3)
+    "Warn of something that the run survives."
+    warnings.warn(message, RuntimeWarning, stacklevel)
 
 # %% ../nbs/library/core.ipynb #b9da2785
 def generator(

@@ -26,7 +26,8 @@ class Data:
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            require(isinstance(value, Tensor), name, "a tensor", type(value))
+            if not isinstance(value, Tensor):
+                raise ValueError(f"{name} must be a tensor, got {type(value)}")
         if self.y.dtype != torch.int64 or self.y.dim() != 1:
             raise ValueError(f"y must be torch.int64 of shape [N], got {self.y.dtype} of shape {list(self.y.shape)}")
         if self.x.shape[:1] != self.y.shape:

@@ -134,8 +134,9 @@ def digits_federation(
 ) -> Federation: # 20 clean, IID clients for pretraining; the others in five looks, with other images
     "The federation of handwritten digits that the lessons and the demo use."
     data, kinds = Data(*digits()), len(SHIFTS)
-    for name, n, least in (("n_seen", n_seen, kinds), ("n_unseen", n_unseen, 0)):
-        require(n >= least and n % kinds == 0, name, f"a multiple of {kinds} (the number of domains) >= {least}", n)
+    multiple = f"a multiple of {kinds} (the number of domains)"
+    require(n_seen > 0 and n_seen % kinds == 0, "n_seen", f"{multiple} >= {kinds}", n_seen)
+    require(n_unseen >= 0 and n_unseen % kinds == 0, "n_unseen", f"{multiple} >= 0", n_unseen)
     per_domain = (n_seen + n_unseen) // kinds
     images = size * per_domain
     if not 5 <= images <= len(data) - 400:

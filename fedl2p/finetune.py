@@ -64,11 +64,10 @@ def client_buffers(
     betas = {f"{name}.beta".lstrip(".") for name in layers}
     buffers = {name: b.detach().clone() for name, b in model.named_buffers() if name not in betas}
     seen = input_moments(model, layers, x) if statistics == "exact" else {}
-    for name, layer in layers.items():
-        mean, var = (seen[name].mean, seen[name].var) if seen else (torch.zeros(()), torch.ones(()))
-        for key, value in {"running_mean": mean, "running_var": var, "num_batches_tracked": torch.zeros(())}.items():
-            like = getattr(layer, key)
-            buffers[f"{name}.{key}".lstrip(".")] = value.to(like).expand_as(like)
+    for name in layers:
+        mean, var = (seen[name].mean, seen[name].var) if seen else (torch.tensor(0.0), torch.tensor(1.0))
+        for key, value in {"running_mean": mean, "running_var": var, "num_batches_tracked": torch.tensor(0)}.items():
+            buffers[f"{name}.{key}".lstrip(".")].copy_(value)
     return buffers
 
 # %% ../nbs/05_finetune.ipynb #70702e9a
@@ -170,12 +169,13 @@ def finetune(
     weights = {name: w.detach() for name, w in model.named_parameters()}
     buffers = client_buffers(model, data.x, tuning.statistics)
     steps = step_losses(model, data, buffers, tuning, generator)
-    gathers = strategy.bn == "mix" and bool(strategy.beta.any())
-    if not (full or gathers or strategy.eta.any()):  # nothing to learn and nothing to gather
-        return Tuned(Descent([], {0: weights}, weights, {}), buffers, strategy)
-    seed = int(torch.randint(2**62, (), generator=generator))
-    with evaluating(model), bn_mode(model, strategy.bn), seeded(seed, data.x.device):
-        return Tuned(descend(steps, weights, hyper, every, full), buffers, strategy)
+    path = Descent([], {0: weights}, weights, {})
+    gathers = strategy.bn == "mix" and strategy.beta.any()
+    if full or gathers or strategy.eta.any():  # otherwise there is nothing to learn and nothing to gather
+        seed = int(torch.randint(2**62, (), generator=generator))
+        with evaluating(model), bn_mode(model, strategy.bn), seeded(seed, data.x.device):
+            path = descend(steps, weights, hyper, every, full)
+    return Tuned(path, buffers, strategy)
 
 # %% ../nbs/05_finetune.ipynb #62a62e41
 class Score(NamedTuple):
@@ -200,7 +200,8 @@ def evaluate(
 ) -> Score:
     "Right answers and loss of a fine-tuned model."
     require(len(data) > 0, "number of samples", ">= 1", 0)
-    state, right, loss = {**tuned.state, **beta_buffers(model, tuned.strategy.beta)}, 0, 0.0
+    state = {**tuned.state, **beta_buffers(model, tuned.strategy.beta)}
+    right, loss = 0, 0.0
     with evaluating(model), bn_mode(model, tuned.strategy.bn):
         for part in torch.arange(len(data)).split(batch_size):
             out, y = functional_call(model, state, (data.x[part],)), data.y[part]
@@ -243,8 +244,9 @@ def score_client(
 ) -> Score: # no right answers and infinite loss if the model diverged
     "Fine-tune for a client and judge."
     data, judge = (client.train + client.val, client.test) if held_out else (client.train, client.val)
+    diverged = Score(0, math.inf, len(judge))
     try:
         score = evaluate(model, finetune(model, strategy, data, tuning, generator), judge)
     except FloatingPointError:
-        score = Score(0, math.nan, len(judge))
-    return Score(0, math.inf, len(judge)) if math.isnan(score.loss) else score
+        return diverged
+    return diverged if math.isnan(score.loss) else score

@@ -10,7 +10,8 @@ __all__ = ['Weights', 'Hyper', 'Loss', 'HVP', 'HVPS', 'Solver', 'SOLVERS', 'dots
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, get_args
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -65,8 +66,9 @@ def _value(loss: Loss, weights: Weights, hyper: Hyper, name: str) -> Tensor:
     return value
 
 
-def _sort(slopes: Sequence[Tensor | None], weights: Weights, hyper: Hyper) -> tuple[Weights, Hyper]:
+def _derive(outputs: Sequence[Tensor], weights: Weights, hyper: Hyper, **options: Any) -> tuple[Weights, Hyper]:
     "Derivatives by the weights, 0 where there are none, and by the hyperparameters that have one."
+    slopes = torch.autograd.grad(outputs, [*weights.values(), *hyper.values()], allow_unused=True, **options)
     pairs = zip(weights.items(), slopes, strict=False)
     by_weights = {k: torch.zeros_like(t) if d is None else d for (k, t), d in pairs}
     return by_weights, {k: d for k, d in zip(hyper, slopes[len(weights):], strict=True) if d is not None}
@@ -80,8 +82,7 @@ def gradient(
 ) -> tuple[Weights, Hyper]: # derivatives by the weights, and by hyperparameters in the loss, without eta
     "First derivatives of a loss."
     w, h, others = _leaves(weights, hyper)
-    inputs = [*w.values(), *others.values()]
-    return _sort(torch.autograd.grad(_value(loss, w, h, name), inputs, allow_unused=True), w, others)
+    return _derive([_value(loss, w, h, name)], w, others)
 
 # %% ../nbs/07_hypergrad.ipynb #f9300fda
 def _slopes(loss: Loss, weights: Weights, hyper: Hyper, wanted: Sequence[str], name: str) -> Weights:
@@ -89,10 +90,9 @@ def _slopes(loss: Loss, weights: Weights, hyper: Hyper, wanted: Sequence[str], n
     leaves = {k: weights[k].detach().requires_grad_() for k in wanted}
     with torch.set_grad_enabled(bool(leaves)):
         value = _value(loss, {**weights, **leaves}, hyper, name)
-    slopes: Sequence[Tensor | None] = [None] * len(leaves)
     if leaves and value.requires_grad:
-        slopes = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
-    return _sort(slopes, leaves, {})[0]
+        return _derive([value], leaves, {})[0]
+    return {k: torch.zeros_like(t) for k, t in leaves.items()}
 
 
 class Descent(NamedTuple):
@@ -116,7 +116,8 @@ def descend(
     require(shape == [len(weights)], "shape of hyper['eta']", f"[{len(weights)}], a rate for each tensor", shape)
     require(len(steps) > 0, "number of steps", ">= 1", 0)
     hyper, weights = ({k: t.detach() for k, t in tensors.items()} for tensors in (hyper, weights))
-    rates, kept, g = dict(zip(weights, hyper["eta"].unbind(), strict=True)), {}, {}
+    rates = dict(zip(weights, hyper["eta"].unbind(), strict=True))
+    kept = {}
     moving = [k for k, rate in rates.items() if rate != 0]
     for t, loss in enumerate(steps):
         if t == 0 or (every and t % every == 0):
@@ -136,7 +137,6 @@ class Curvature(NamedTuple):
 # %% ../nbs/07_hypergrad.ipynb #3222b04f
 def _exact(loss: Loss, weights: Weights, hyper: Hyper, name: str) -> Curvature:
     w, h, others = _leaves(weights, hyper)
-    inputs = [*w.values(), *others.values()]
     with NativeConv():
         value = _value(loss, w, h, name)
     slopes = torch.autograd.grad(value, list(w.values()), create_graph=True, materialize_grads=True)
@@ -144,11 +144,7 @@ def _exact(loss: Loss, weights: Weights, hyper: Hyper, name: str) -> Curvature:
     curved = {k: t for k, t in g.items() if t.requires_grad}  # a loss linear in a tensor has no second derivative there
 
     def product(v: Weights) -> tuple[Weights, Hyper]:
-        slopes: Sequence[Tensor | None] = [None] * len(inputs)
-        if curved:
-            along = [v[k] for k in curved]
-            slopes = torch.autograd.grad([*curved.values()], inputs, along, retain_graph=True, allow_unused=True)
-        return _sort(slopes, w, others)
+        return _derive([*curved.values()], w, others, grad_outputs=[v[k] for k in curved], retain_graph=True)
 
     return Curvature(lambda: {k: t.detach() for k, t in g.items()}, product)
 
@@ -216,11 +212,13 @@ def unrolled(
     hvp: HVP = "exact", # how to multiply with second derivatives, see `curvature`
 ) -> Hyper: # derivatives of the validation loss after fine-tuning
     "Reverse mode through the steps of fine-tuning, one at a time: exact, unless truncated."
-    eta, stops = hyper["eta"].detach(), [*sorted(path.kept), len(path.steps)]
+    eta = hyper["eta"].detach()
+    stops = [*sorted(path.kept), len(path.steps)]
     first = 0 if last is None else max(len(path.steps) - last, 0)
     a, direct = gradient(val_loss, path.end, hyper, "validation loss")
-    by_eta, parts = torch.zeros_like(eta), [(1.0, direct)]
-    for start, stop in reversed(list(zip(stops, stops[1:], strict=False))):
+    by_eta = torch.zeros_like(eta)
+    parts = [(1.0, direct)]
+    for start, stop in reversed(list(pairwise(stops))):
         if stop <= first:
             break
         segment = {0: path.kept[start]}
@@ -241,7 +239,8 @@ class NeumannDiverges(RuntimeWarning):
 
 def _neumann(product: Callable, v: Weights, psi: float, terms: int, scaled: bool) -> Weights:
     "Algorithm 2: the sum of v (1 - psi H)^j for j = 0 .. terms, times psi if `scaled`."
-    v, p, warned = {k: t.clone() for k, t in v.items()}, {k: t.clone() for k, t in v.items()}, False
+    v, p = ({k: t.clone() for k, t in v.items()} for _ in range(2))
+    warned = False
     for _ in range(terms):
         curved = product(v)[0]
         rayleigh = dot(v, curved).item() / (dot(v, v).item() or 1.0)
@@ -296,8 +295,8 @@ def ift(
     product = curvature(train_loss, path.end, hyper, hvp).product
     p = _neumann(product, v, psi, terms, scaled) if solver == "neumann" else _conjugate_gradients(product, v, terms)
     curved, mixed = product(p)
-    reason = "neither the training nor the validation loss depends on it"
-    return _sum(hyper, dots(curved, path.gradient), [(1.0, direct), (-1.0, mixed)], reason)
+    return _sum(hyper, dots(curved, path.gradient), [(1.0, direct), (-1.0, mixed)],
+                "neither the training nor the validation loss depends on it")
 
 # %% ../nbs/07_hypergrad.ipynb #0f1ee3ba
 def fomaml(
@@ -308,5 +307,5 @@ def fomaml(
 ) -> Hyper: # estimated derivatives of the validation loss after fine-tuning
     "The paper's FOMAML+: the validation gradient alone, and the last step for learning rates."
     v, direct = gradient(val_loss, path.end, hyper, "validation loss")
-    reason = "fomaml sees the validation loss only, which does not depend on it"
-    return _sum(hyper, -dots(v, path.gradient), [(1.0, direct)], reason)
+    return _sum(hyper, -dots(v, path.gradient), [(1.0, direct)],
+                "fomaml sees the validation loss only, which does not depend on it")

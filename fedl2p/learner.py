@@ -213,4 +213,4 @@ def _fit(learner: FedL2P, clients: Sequence[Client], folder: Path | None, runner
     kept, still = (all(torch.equal(lam[k], t) for k, t in start.items()) for lam in (course.best, course.now))
     if kept and not still:
         warn("the lowest validation loss was that of the meta-nets at their start, and so they are as they were; "
-             "each round asks other clients: more rounds, or a larger fraction, may tell better")
+             "each round asks other clients: more rounds, or a larger fraction, may tell better", stacklevel=4)

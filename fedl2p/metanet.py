@@ -75,8 +75,8 @@ class Signature(NamedTuple):
 
 def signature(model: nn.Module) -> Signature:
     "Names of a model's batch norms, learnable layers and parameter tensors; the same before and after `mix_bn`."
-    tensors = tuple(name for name, _ in model.named_parameters())
-    return Signature(tuple(pretrained_statistics(model)), tuple(learnable_layers(model)), tensors)
+    tensors = dict(model.named_parameters())
+    return Signature(tuple(pretrained_statistics(model)), tuple(learnable_layers(model)), tuple(tensors))
 
 # %% ../nbs/06_metanet.ipynb #90f6aebf
 def _check_inputs(name: str, values: Tensor, size: int) -> None:
@@ -109,15 +109,15 @@ class MetaNets(nn.Module):
         super().__init__()
         require_choice("inputs", inputs, INPUTS)
         self.signature, self.hidden, self.inputs = signature, hidden, inputs
-        n_bn, n_stats, n_tensors = len(signature.bn_layers), 2 * len(signature.layers), len(signature.tensors)
+        n_bn, n_layers, n_tensors = map(len, signature)
         generator = torch.Generator().manual_seed(seed)
         gain = 0.1 if inputs == "raw" else 1.0
         self.bn_net = BNNet(n_bn, hidden, generator, gain) if n_bn else None
-        self.lr_net = LRNet(n_stats, n_tensors, hidden, generator, gain)
+        self.lr_net = LRNet(2 * n_layers, n_tensors, hidden, generator, gain)
         self.eta_scale = nn.Parameter(torch.full((n_tensors,), float(lr)))
         if inputs == "standard":  # until the clients are known, inputs pass as they are
-            self.register_buffer("center", torch.zeros(n_bn + n_stats))
-            self.register_buffer("deviation", torch.ones(n_bn + n_stats))
+            self.register_buffer("center", torch.zeros(n_bn + 2 * n_layers))
+            self.register_buffer("deviation", torch.ones(n_bn + 2 * n_layers))
 
     @classmethod
     def for_model(
@@ -140,7 +140,7 @@ class MetaNets(nn.Module):
         "Write a safetensors file whose header names the model's layers and tensors, and holds any other notes."
         names = {k: json.dumps(v) for k, v in self.signature._asdict().items()}
         about = {"format": POLICY, "fedl2p": __version__, "hidden": str(self.hidden), "inputs": self.inputs}
-        save_tensors(path, self.state_dict(), {**notes, **about, **names})
+        save_tensors(path, self.state_dict(), notes | about | names)
 
     @classmethod
     def load(cls, path: str | Path, model: nn.Module) -> "MetaNets":

@@ -109,7 +109,7 @@ def pretrain(
     checkpoint: str | Path | None = None, # file to keep the state in, and to go on from
 ) -> nn.Module: # trained, in evaluation mode
     "Train a model by federated learning."
-    require(not bn_layers(model), "model", "as it was before mix_bn", type(model).__name__)
+    require(not bn_layers(model), "the number of mixing batch norms", "0, as before mix_bn", len(bn_layers(model)))
     who = fingerprint(model, *sorted(clients, key=lambda c: c.id))
     settings = {**asdict(recipe), "model and clients": who}
     start = model.state_dict()

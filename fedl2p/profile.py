@@ -149,7 +149,7 @@ def profile(
                          f"got {'an empty one' if isinstance(x, Tensor) else type(x).__name__}")
     require(batch_size >= 1, "batch_size", ">= 1", batch_size)
     require(eps > 0, "eps", "> 0", eps)
-    layers, pretrained = list(learnable_layers(model)), pretrained_statistics(model)
+    layers, pretrained = learnable_layers(model), pretrained_statistics(model)
     seen = input_moments(model, dict.fromkeys([*layers, *pretrained]), x, batch_size)
     for name, m in seen.items():
         if not m.m2.isfinite().all():

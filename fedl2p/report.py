@@ -69,7 +69,8 @@ def _case(title: str, cells: Sequence[Json]) -> Case:
     rounds: dict[tuple[str, object], list[Json]]
     rounds = {(names[c["method"]], c["seed"]): c["rounds"] for c in cells if c.get("rounds")}
     policies = [c for c in cells if c["clients"] and learned_by(c["method"]) == c["method"] != "fedl2p-start"]
-    main = [*policies, *cells][0]  # FedL2P itself, if it is there
+    by_the_paper = [c for c in policies if c["settings"]["estimator"] == "ift"]
+    main = [*by_the_paper, *policies, *cells][0]
     layers: dict[str, list] = {"beta": [], "eta": [], "sizes": []}
     layers = next((c["layers"] for c in cells if "layers" in c), layers)
     diverged = [c for c in cells if "diverged" in c]

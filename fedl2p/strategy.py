@@ -44,7 +44,7 @@ def eta_by_name(
     strategy: Strategy,
 ) -> dict[str, Tensor]: # name of each parameter -> its learning rate
     "A strategy's learning rates by the names of the parameters."
-    names = [name for name, _ in model.named_parameters()]
+    names = dict(model.named_parameters())
     if (n := strategy.eta.shape[-1]) != len(names):
         raise ValueError(f"eta must be {len(names)} numbers, one for each parameter of the model, got {n}")
     if not strategy.eta.isfinite().all():

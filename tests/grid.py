@@ -12,7 +12,11 @@ class Here:
     def __init__(self, app, n=5):
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1  # who sends messages from this process
         self.app, self.log = app, []
-        self.contexts = {100 + k: Context(run_id=1, node_id=100 + k, node_config={"partition-id": k}, state=RecordDict(), run_config={}) for k in range(n)}
+        self.contexts = {100 + k: self.context(100 + k, k) for k in range(n)}
+
+    @staticmethod
+    def context(node, k):
+        return Context(run_id=1, node_id=node, node_config={"partition-id": k}, state=RecordDict(), run_config={})
 
     def get_node_ids(self):
         return list(self.contexts)

@@ -42,8 +42,8 @@ def test_corrupt_faults():
     for args, words in [
         ((x, "rain"), "kind must be one of brightness, .*, saturate, got 'rain'"),
         ((x, "fog", 6), "severity must be one of 1, 2, 3, 4, 5, got 6"),
-        ((x.float(), "fog"), "x.dtype must be torch.uint8, got torch.float32"),
-        ((x[:, :1], "fog"), r"x.shape must be \[N, 3, H, W\], got \[1, 1, 8, 8\]"),
+        ((x.float(), "fog"), r"x must be torch.uint8 of shape \[N, 3, H, W\], got torch.float32 of shape \[1, 3, 8, 8\]"),
+        ((x[:, :1], "fog"), r"x must be torch.uint8 of shape \[N, 3, H, W\], got torch.uint8 of shape \[1, 1, 8, 8\]"),
     ]:
         with pytest.raises(ValueError, match=words):
             corrupt(*args)

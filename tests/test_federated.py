@@ -1,6 +1,5 @@
 """The loop: means, draws, rounds, workers, and what goes wrong with clients."""
 
-import os
 import weakref
 from dataclasses import replace
 
@@ -100,8 +99,6 @@ FAULTS = {"c1": "not finite", "c2": "shape [2]", "c3": "something else", "c4": "
 def faulty(model, settings, state, client, number):
     if client.id == "c8":
         raise FloatingPointError("the loss is nan")
-    if client.id == "c9":
-        os._exit(3)
     good = step(model, settings, state, client, number)
     return {"c0": good, "c1": Update({"w": torch.full((1,), float("nan"))}, 1), "c2": Update({"w": torch.zeros(2)}, 1),
             "c3": Update({"v": torch.zeros(1)}, 1), "c4": Update({"w": torch.zeros(1)}, float("inf")), "c5": None,
@@ -111,31 +108,31 @@ def faulty(model, settings, state, client, number):
 @pytest.mark.filterwarnings("ignore:round 1")
 @pytest.mark.parametrize("workers", [1, 2])
 def test_bad_answers_are_left_out_and_named(workers):
+    """With the kind of the failure; a process that dies is in `test_runner`, since it takes some seconds."""
     with pytest.warns(RuntimeWarning, match="client 'c1' is left out: sent w with values that are not finite"):
         (r,) = run(friends(9), 1, 1.0, faulty, runner=Runner(workers))
     assert list(r.reports) == ["c0"] and r.failed.keys() == FAULTS.keys()
     assert all(text in r.failed[id].reason for id, text in FAULTS.items())
-
-
-@pytest.mark.filterwarnings("ignore:round 1")
-@pytest.mark.parametrize("workers", [1, 2])
-def test_kinds_of_failure_are_told_apart_by_a_field(workers):
-    people = friends(10 if workers > 1 else 9)  # c9 ends its process, which may be this one
-    (r,) = run(people, 1, 1.0, faulty, runner=Runner(workers))
-    kinds = {kind: [id for id, failure in r.failed.items() if failure.kind == kind] for kind in ("refused", "raised", "diverged", "died")}
-    assert kinds == {"refused": [f"c{i}" for i in range(1, 7)], "raised": ["c7"], "diverged": ["c8"], "died": ["c9"] * (workers > 1)}
+    kinds = {kind: [id for id, failure in r.failed.items() if failure.kind == kind] for kind in ("refused", "raised", "diverged")}
+    assert kinds == {"refused": ["c1", "c2", "c3", "c4", "c5", "c6"], "raised": ["c7"], "diverged": ["c8"]}
 
 
 def test_refusal():
     state = {"w": torch.zeros(2), "n": torch.tensor(3)}
     good = Update({"w": torch.ones(2), "n": torch.tensor(4)}, 1)
     assert refusal(good, state) is None
+
+    def sends(**tensors):
+        return good._replace(state={**good.state, **tensors})
+
     bad = {
         "sent something else than the server's tensors": [None, {"w": torch.ones(2)}, good._replace(state={"w": torch.ones(2)})],
-        "sent w with shape [3] and type torch.float32; the server has [2] and torch.float32": [good._replace(state={**good.state, "w": torch.ones(3)})],
-        "sent n with shape [] and type torch.float32; the server has [] and torch.int64": [good._replace(state={**good.state, "n": torch.tensor(4.0)})],
-        "sent w with values that are not finite": [good._replace(state={**good.state, "w": torch.tensor([1, float("inf")])})],
-        "sent weight 0": [good._replace(weight=0)], "sent weight -1.0": [good._replace(weight=-1.0)], "sent weight nan": [good._replace(weight=float("nan"))],
+        "sent w with shape [3] and type torch.float32; the server has [2] and torch.float32": [sends(w=torch.ones(3))],
+        "sent n with shape [] and type torch.float32; the server has [] and torch.int64": [sends(n=torch.tensor(4.0))],
+        "sent w with values that are not finite": [sends(w=torch.tensor([1, float("inf")])), sends(w=torch.tensor([float("nan"), 1]))],
+        "sent weight 0": [good._replace(weight=0)],
+        "sent weight -1.0": [good._replace(weight=-1.0)],
+        "sent weight nan": [good._replace(weight=float("nan"))],
     }
     for reason, updates in bad.items():
         assert all(refusal(update, state) == Failure("refused", reason) for update in updates)

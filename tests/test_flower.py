@@ -119,8 +119,9 @@ def scenarios(folder, grid):
 
 @pytest.fixture(scope="module")
 def simulated(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("simulation")
-    before = dict(os.environ)
+    import flwr.simulation  # noqa: F401, sets a variable of Ray's on import
+
+    folder, before = tmp_path_factory.mktemp("simulation"), dict(os.environ)
     done = simulate(partial(scenarios, folder / "run"), client_app(load, folder / "models", [sabotage]), 5, 2)
     assert dict(os.environ) == before
     return done
@@ -386,6 +387,12 @@ def test_a_damaged_model_is_sent_again(here, tmp_path):
     assert [t["messages"] for t in nodes.traffic if t["kind"] == "train"] == [5, 5, 5]
 
 
+def learning(clients, config=QUICK):
+    """The tasks of the first round."""
+    model, state = mix_bn(network(), verbose=False), FedL2P(network(), config).metanets.state_dict()
+    return [Task(learn_client, model, config, state, client, 1) for client in clients]
+
+
 class Failing(Here):
     """A grid on which the first node answers one message with an error."""
 
@@ -401,9 +408,8 @@ class Failing(Here):
 def test_a_node_that_lost_the_model_is_known_by_a_code(here):
     """Whatever the error says: only this code makes the server send the model once more in the same round."""
     grid = Failing(here.app)
-    nodes, model = Nodes(grid), mix_bn(network(), verbose=False)
-    clients, state = nodes.clients(5), FedL2P(network(), QUICK).metanets.state_dict()
-    tasks = [Task(learn_client, model, QUICK, state, client, 1) for client in clients]
+    nodes = Nodes(grid)
+    tasks = learning(nodes.clients(5))
     nobody = {"work": "learn", "model": "0" * 16, "settings": "{}", "round": 1}
     asked = RecordDict({"arrays": ArrayRecord(), "config": ConfigRecord(nobody)})
     lost = grid.deliver(Message(asked, 101, "train")).error
@@ -419,25 +425,24 @@ def test_a_node_that_lost_the_model_is_known_by_a_code(here):
 
 def test_a_failure_keeps_its_kind(tmp_path):
     """One client diverges: the others learn on, and the loss of the round says so, as in one process."""
-    def of_huge_numbers(client):
-        return replace(client, train=replace(client.train, x=client.train.x * 1e30))
+    def large(client):
+        return replace(client, train=replace(client.train, x=client.train.x * 1e16))
 
-    def load_huge(context):
+    def load_large(context):
         client, model = load(context)
-        return of_huge_numbers(client) if context.node_config["partition-id"] == 0 else client, model
+        return large(client) if context.node_config["partition-id"] == 0 else client, model
 
-    nodes, config = Nodes(Here(client_app(load_huge, tmp_path))), replace(QUICK, rounds=1)
-    clients = nodes.clients(5)
-    with pytest.warns(RuntimeWarning, match="'clean-1' is left out: FloatingPointError: "):
-        [record] = fit(nodes, clients, config).history
-    with pytest.warns(RuntimeWarning, match="'clean-1' is left out: FloatingPointError: "):
-        [same_record] = fit(None, [of_huge_numbers(seen()[0]), *seen()[1:]], config).history
-    assert record["val_loss"] is None and len(record["clients"]) == 4 and [record] == lean([same_record], "beta", "eta")
-
-    model, state = mix_bn(network(), verbose=False), FedL2P(network(), QUICK).metanets.state_dict()
-    outcomes = nodes([Task(learn_client, model, config, state, client, 1) for client in clients])
+    (first, *others), config = seen(), replace(QUICK, rounds=1)
+    nodes = Nodes(Here(client_app(load_large, tmp_path)))
+    clients, records = nodes.clients(5), []
+    for transport, everybody in ((nodes, clients), (None, [large(first), *others])):
+        with pytest.warns(RuntimeWarning, match=f"client '{first.id}' is left out: FloatingPointError: "):
+            records += fit(transport, everybody, config).history
+    there, here = records
+    assert there["val_loss"] is None and len(there["clients"]) == 4 and [there] == lean([here], "beta", "eta")
+    outcomes = nodes(learning(clients, config))
     kinds = {c.id: o.failure and o.failure.kind for c, o in zip(clients, outcomes, strict=True)}
-    assert kinds == {c.id: "diverged" if c.id == seen()[0].id else None for c in clients}
+    assert kinds == {first.id: "diverged", **dict.fromkeys(c.id for c in others)}
 
 
 def test_all_clients_that_diverge_are_a_result(here):
@@ -447,18 +452,16 @@ def test_all_clients_that_diverge_are_a_result(here):
 
 
 def test_other_failures_are_no_divergence(here):
-    """A node that raises, one that is gone, and one whose answer cannot be used."""
+    """A node whose answer cannot be used, one that is gone, and those that raise."""
     grid = Hostile(here.app)
     grid.kind, grid.spoil = "train", lambda content: content.clear()
     nodes = Nodes(grid)
-    clients = nodes.clients(5)
+    tasks = learning(nodes.clients(5))
     del grid.contexts[101]
-    load_state = FedL2P(network(), QUICK).metanets.state_dict()
-    work = [Task(learn_client, mix_bn(network(), verbose=False), QUICK, load_state, client, 1) for client in clients]
-    kinds = {task.client.id: outcome.failure and outcome.failure.kind for task, outcome in zip(work, nodes(work), strict=True)}
+    kinds = {task.client.id: outcome.failure and outcome.failure.kind for task, outcome in zip(tasks, nodes(tasks), strict=True)}
     assert kinds == dict(zip([c.id for c in seen()], ["refused", "died", None, None, None], strict=True))
-    broken = [task._replace(state={"nonsense": torch.zeros(1)}) for task in work[2:]]
-    assert {outcome.failure.kind for outcome in nodes(broken)} == {"raised"}
+    broken = [task._replace(state={"nonsense": torch.zeros(1)}) for task in tasks if kinds[task.client.id] is None]
+    assert [outcome.failure.kind for outcome in nodes(broken)] == ["raised"] * 3
 
 
 def test_a_server_that_starts_again_without_a_node_goes_on(here, tmp_path):

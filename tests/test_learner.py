@@ -203,10 +203,15 @@ OLD_CONFIG = {
 
 def old_policy(path, learner, **more):
     """A policy as version 0.1.0 wrote it."""
+    tensors = [
+        "conv1.weight", "bn1.weight", "bn1.bias", "conv2.weight", "bn2.weight", "bn2.bias",
+        "conv3.weight", "bn3.weight", "bn3.bias", "head.weight", "head.bias",
+    ]
     header = {
-        "config": json.dumps(OLD_CONFIG), "model": fingerprint(learner.model), "format": "fedl2p metanets 1", "fedl2p": "0.1.0", "hidden": "100", "inputs": "raw",
-        "bn_layers": json.dumps(["bn1", "bn2", "bn3"]), "layers": json.dumps(["conv1", "bn1", "conv2", "bn2", "conv3", "bn3", "head"]),
-        "tensors": json.dumps(["conv1.weight", "bn1.weight", "bn1.bias", "conv2.weight", "bn2.weight", "bn2.bias", "conv3.weight", "bn3.weight", "bn3.bias", "head.weight", "head.bias"]),
+        "config": json.dumps(OLD_CONFIG), "model": fingerprint(learner.model),
+        "format": "fedl2p metanets 1", "fedl2p": "0.1.0", "hidden": "100", "inputs": "raw",
+        "bn_layers": json.dumps(["bn1", "bn2", "bn3"]),
+        "layers": json.dumps(["conv1", "bn1", "conv2", "bn2", "conv3", "bn3", "head"]), "tensors": json.dumps(tensors),
     }
     header = {key: value for key, value in {**header, **more}.items() if value is not None}
     save_tensors(path, learner.metanets.state_dict(), header)
@@ -243,10 +248,12 @@ def test_a_checkpoint_of_version_0_1_0_goes_on(model, federation, tmp_path):
     whole = FedL2P(model, QUICK).fit(federation.seen, runner=Runner(1))
     start = deepcopy(untrained(model, QUICK).state_dict())
     (r,) = fedavg(learn_client, model, QUICK, start, federation.seen, 1, QUICK.fraction, QUICK.seed, Runner(1))
-    means = {name: torch.tensor([report[name] for report in r.reports.values()], dtype=torch.float64).mean(0).tolist() for name in ("val_loss", "beta", "eta")}
+    values = {name: [report[name] for report in r.reports.values()] for name in ("val_loss", "beta", "eta")}
+    means = {name: torch.tensor(v, dtype=torch.float64).mean(0).tolist() for name, v in values.items()}
     record = {"round": 1, **means, "clients": list(r.reports), "failed": {"ghost": "ValueError: train is empty"}, "diverging": 0}
     who = fingerprint(model, untrained(model, QUICK), *sorted(federation.seen, key=lambda c: c.id))
-    header = {"format": "fedl2p checkpoint 1", "settings": json.dumps({**OLD_CONFIG, "model and clients": who}), "info": json.dumps({"rounds": [record]})}
+    settings, info = {**OLD_CONFIG, "model and clients": who}, {"rounds": [record]}
+    header = {"format": "fedl2p checkpoint 1", "settings": json.dumps(settings), "info": json.dumps(info)}
     tensors = {f"{k}.{name}": t.clone() for k, state in {"now": r.state, "best": start}.items() for name, t in state.items()}
     save_tensors(tmp_path / "checkpoint.safetensors", tensors, header)
     shown = []

@@ -152,7 +152,8 @@ def test_wrong_pretraining(clients):
     with pytest.raises(ValueError, match="^model must be as it was before mix_bn, got 'Sequential'$"):
         pretrain(mix_bn(small_cnn(), verbose=False), clients)
     empty = replace(clients[0], train=clients[0].train[:0])
-    with pytest.warns(RuntimeWarning, match="client '.*' is left out: ValueError: client '.*': train is empty$"), pytest.raises(RuntimeError, match="all of its 1 clients failed"):
+    left_out = "client '.*' is left out: ValueError: client '.*': train is empty$"
+    with pytest.warns(RuntimeWarning, match=left_out), pytest.raises(RuntimeError, match="all of its 1 clients failed"):
         pretrain(small_cnn(), [empty], Recipe(rounds=1), Runner(1))
 
 

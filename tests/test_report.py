@@ -41,7 +41,7 @@ def cell(out, method, clients=(), **more):
     """A cell of a study, as `fedl2p.studies.runs.run_cell` writes it."""
     condition = {"dataset": "office", "alpha": 1000.0, "epochs": 5, "pretraining": "imagenet"}
     about = {"method": method, "seed": 0, "scale": "smoke", "pools": ["seen"]}
-    made = {"settings": {"lr": 0.1, "note": "<i>"}, "machine": {"device": "cpu"}}
+    made = {"settings": {"lr": 0.1, "estimator": "ift", "note": "<i>"}, "machine": {"device": "cpu"}}
     path = out / "office" / "smoke" / "imagenet-alpha1000-e5" / f"{method}-seed0.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**condition, **about, **made, "clients": list(clients), **more}))

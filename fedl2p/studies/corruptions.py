@@ -13,21 +13,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..core import generator, require, require_choice
+from ..core import generator, require_choice
 
 # %% ../../nbs/studies/corruptions.ipynb #542e11f9
 def _cloud(x: Tensor, cells: Sequence[int], rng: torch.Generator) -> Tensor:
     "Smooth noise [N, 1, H, W], about normal: coarse grids of noise, stretched and added."
-    grids = [torch.randn(len(x), 1, n, n, generator=rng) for n in cells]
-    return sum(F.interpolate(grid, x.shape[-2:], mode="bicubic") for grid in grids) / len(cells) ** 0.5
+    return sum(
+        F.interpolate(torch.randn(len(x), 1, n, n, generator=rng), x.shape[-2:], mode="bicubic") for n in cells
+    ) / len(cells) ** 0.5
 
 # %% ../../nbs/studies/corruptions.ipynb #d56fd131
 def _smear(x: Tensor, down: int, right: int, steps: int) -> Tensor:
     "The image and copies of it, each shifted further: [steps, N, C, H, W]."
     padded = F.pad(x, [steps] * 4, mode="replicate")
     moves = range(-(steps // 2), steps - steps // 2)
-    copies = torch.stack([padded.roll((-down * i, -right * i), (-2, -1)) for i in moves])
-    return copies[..., steps:-steps, steps:-steps]
+    return torch.stack(
+        [padded.roll((-down * i, -right * i), (-2, -1))[..., steps:-steps, steps:-steps] for i in moves]
+    )
 
 # %% ../../nbs/studies/corruptions.ipynb #54dd7d93
 def _jpeg(x: Tensor, quality: int) -> Tensor:
@@ -37,9 +39,9 @@ def _jpeg(x: Tensor, quality: int) -> Tensor:
     from PIL import Image
 
     images = x.movedim(1, -1).numpy().copy()
-    for i, image in enumerate(images):
+    for image in images:
         Image.fromarray(image).save(file := BytesIO(), "jpeg", quality=quality)
-        images[i] = Image.open(file)
+        image[:] = Image.open(file)
     return torch.from_numpy(images).movedim(-1, 1).contiguous()
 
 # %% ../../nbs/studies/corruptions.ipynb #323c5513
@@ -59,8 +61,8 @@ def corrupt(
     "A corruption of our own making: like, but not, CIFAR-10-C's of that name."
     require_choice("kind", kind, CORRUPTIONS)
     require_choice("severity", severity, range(1, 6))
-    require(x.dtype == torch.uint8, "x.dtype", "torch.uint8", x.dtype)
-    require(x.dim() == 4 and x.shape[1] == 3, "x.shape", "[N, 3, H, W]", list(x.shape))
+    if x.dtype != torch.uint8 or x.dim() != 4 or x.shape[1] != 3:
+        raise ValueError(f"x must be torch.uint8 of shape [N, 3, H, W], got {x.dtype} of shape {list(x.shape)}")
     rng, s = generator(seed, "corrupt", kind, severity), severity
     if kind == "jpeg_compression":
         return _jpeg(x, 50 - 8 * s)

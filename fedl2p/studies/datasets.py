@@ -170,11 +170,12 @@ def cifar10c(
 ) -> list[Client]: # fog-0, fog-1, ..., or own-fog-0, ...; sorted by domain
     "CIFAR-10-C: each corruption a domain, dealt to its clients by Dir(alpha)."
     require_choice("severity", severity, range(1, 6))
-    folder = Path(root) / "CIFAR-10-C"
+    root = Path(root)
+    folder = root / "CIFAR-10-C"
     if own:
-        arrays = _cifar10_arrays(Path(root), download)
+        arrays = _cifar10_arrays(root, download)
     elif not folder.exists():
-        fetch(CIFAR10C_URL, CIFAR10C_MD5, Path(root), folder, download)
+        fetch(CIFAR10C_URL, CIFAR10C_MD5, root, folder, download)
     clients = []
     for kind in corruptions:
         images, labels = (arrays["x_test"], arrays["y_test"]) if own else _cifar10c_arrays(folder, kind, severity)
@@ -307,7 +308,8 @@ def speech(
     mels: int = 40, # mel bands, the height of the spectrograms
 ) -> tuple[list[Client], list[Client]]: # seen and unseen; x is [N, 1, mels, 101], y one of SPEECH_CLASSES
     "Speech Commands v0.02 with 12 classes, one client a speaker."
-    folder = Path(root) / "SpeechCommands" / "speech_commands_v0.02"
+    root = Path(root)
+    folder = root / "SpeechCommands" / "speech_commands_v0.02"
     if not folder.exists():
         if not download:
             raise FileNotFoundError(
@@ -315,7 +317,7 @@ def speech(
             )
         from torchaudio.datasets import SPEECHCOMMANDS
 
-        Path(root).mkdir(parents=True, exist_ok=True)
+        root.mkdir(parents=True, exist_ok=True)
         try:
             SPEECHCOMMANDS(root, url="speech_commands_v0.02", download=True)
         except (OSError, RuntimeError) as error:  # no network, a full disk, a wrong checksum
@@ -336,7 +338,7 @@ def speech(
     noise = [read_wav(path, RATE) for path in sorted((folder / "_background_noise_").glob("*.wav"))]
     if not noise:
         raise FileNotFoundError(f"{folder / '_background_noise_'} has no recordings; silence clips are cut from them")
-    cache = Path(root) / "cache" / f"speech-{mels}mels"
-    clients = {speaker: _speaker_client(speaker, clips[speaker], noise, cache, mels, seed)
-               for speaker in tqdm(seen + unseen, "speakers", leave=False, delay=1)}
-    return [clients[s] for s in seen], [clients[s] for s in unseen]
+    cache = root / "cache" / f"speech-{mels}mels"
+    clients = [_speaker_client(speaker, clips[speaker], noise, cache, mels, seed)
+               for speaker in tqdm(seen + unseen, "speakers", leave=False, delay=1)]
+    return clients[:n_seen], clients[n_seen:]

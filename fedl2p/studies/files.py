@@ -77,7 +77,7 @@ def read_npz(
     "All arrays of an .npz file; zip's checksums notice damage."
     try:
         with np.load(path, allow_pickle=False) as file:
-            return {name: file[name] for name in file.files}
+            return dict(file)
     except FileNotFoundError:
         raise
     except _DAMAGE as error:
@@ -175,14 +175,15 @@ def decode(
     "Image files as uint8 [N, 3, pixels, pixels], whatever their size and colours."
     from PIL import Image
 
-    out = np.empty((len(paths), pixels, pixels, 3), np.uint8)
+    out = np.empty((len(paths), 3, pixels, pixels), np.uint8)
     for i, path in enumerate(tqdm(paths, title, leave=False, delay=1)):
         try:
             with Image.open(path) as image:
-                out[i] = np.asarray(image.convert("RGB").resize((pixels, pixels), Image.Resampling.BILINEAR))
+                resized = image.convert("RGB").resize((pixels, pixels), Image.Resampling.BILINEAR)
+                out[i] = np.asarray(resized).transpose(2, 0, 1)
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise ValueError(f"{path} cannot be read as an image ({error}); get it again") from error
-    return np.ascontiguousarray(out.transpose(0, 3, 1, 2))
+    return out
 
 # %% ../../nbs/studies/files.ipynb #3d6ff4d0
 def key(

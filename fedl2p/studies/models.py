@@ -24,9 +24,8 @@ STEMS = get_args(Stem)
 def _first(stem: Stem, width: int, stride: int | None = None) -> nn.Conv2d:
     "The first convolution of a stem; None is the stem's own stride."
     require_choice("stem", stem, STEMS)
-    if stem == "cifar":
-        return nn.Conv2d(3, width, 3, stride=stride or 1, padding=1, bias=False)
-    return nn.Conv2d(1 if stem == "speech" else 3, width, 7, stride=stride or 2, padding=3, bias=False)
+    size, own = (3, 1) if stem == "cifar" else (7, 2)
+    return nn.Conv2d(1 if stem == "speech" else 3, width, size, stride or own, padding=size // 2, bias=False)
 
 
 def _initialise(model: nn.Module) -> None:
@@ -64,7 +63,7 @@ def imagenet_resnet18(
 
         trained = ResNet18_Weights.IMAGENET1K_V1
         try:
-            state = trained.get_state_dict(progress=True, check_hash=True)
+            state = trained.get_state_dict(check_hash=True)
         except OSError as error:
             raise OSError(
                 f"torchvision's weights cannot be downloaded ({error}); put {Path(trained.url).name} "
@@ -72,7 +71,7 @@ def imagenet_resnet18(
             ) from error
     else:
         state = torch.load(weights, weights_only=True, map_location="cpu")  # nothing in the file is executed
-    body = {name: t.float() if t.is_floating_point() else t for name, t in state.items() if not name.startswith("fc.")}
+    body = {name: t for name, t in state.items() if not name.startswith("fc.")}
     missing, unknown = model.load_state_dict(body, strict=False)
     if unknown or [name for name in missing if not name.startswith("fc.") and not name.endswith("num_batches_tracked")]:
         raise ValueError(
@@ -91,7 +90,7 @@ def small_resnet(
     seed: int = 0, # seed of the initial weights
 ) -> nn.Sequential:
     "A ResNet of torchvision's basic blocks, as wide and deep as asked."
-    from torchvision.models.resnet import BasicBlock
+    from torchvision.models.resnet import BasicBlock, conv1x1
 
     require(width >= 1, "width", ">= 1", width)
     require(min(blocks, default=0) >= 1, "blocks", "one or more numbers >= 1", blocks)
@@ -101,7 +100,7 @@ def small_resnet(
         for i, n in enumerate(blocks):
             channels, stride = width * 2**i, 1 if i == 0 else 2
             shortcut = None if before == channels else nn.Sequential(
-                nn.Conv2d(before, channels, 1, stride, bias=False), nn.BatchNorm2d(channels)
+                conv1x1(before, channels, stride), nn.BatchNorm2d(channels)
             )
             rest = [BasicBlock(channels, channels) for _ in range(n - 1)]
             layers[f"layer{i + 1}"] = nn.Sequential(BasicBlock(before, channels, stride, shortcut), *rest)

@@ -56,9 +56,11 @@ def read_table(
     table: dict[Condition, dict[str, Entry]] = {}
     for row in rows:
         cells = dict(zip(header, row, strict=True))
-        dataset, alpha, epochs, start = (cells.pop(name) for name in ("dataset", "alpha", "epochs", "pretraining"))
-        shift, pool = None if alpha == "-" else float(alpha), cells.pop("pool", "seen")
-        condition = Condition(dataset, shift, int(epochs), start, pool)
+        alpha = cells.pop("alpha")
+        condition = Condition(
+            cells.pop("dataset"), None if alpha == "-" else float(alpha), int(cells.pop("epochs")),
+            cells.pop("pretraining"), cells.pop("pool", "seen")
+        )
         if condition in table:
             raise ValueError(f"text has two rows for {condition}")
         table[condition] = {method: entry for method, cell in cells.items() if (entry := read_entry(cell))}
