@@ -120,7 +120,7 @@ def table(
     out: Path = Path("results"), # folder with results
     methods: tuple[str, ...] = (), # columns; none is the paper's, and ours that are there
 ) -> None:
-    "Show a table of the paper with our numbers in it, and write it, unless it has other columns, to OUT/STUDY-SCALE.md."
+    "Show a table of the paper with our numbers; written to OUT/STUDY-SCALE.md, unless it has other columns."
     content = study_table(study, scale, out, methods)
     if out.exists() and not methods:
         write_file(out / f"{study}-{scale}.md", markdown(content).encode())
@@ -131,7 +131,7 @@ def report(
     folders: tyro.conf.Positional[tuple[Path, ...]], # of a demo or of studies; two are shown side by side
     out: Path | None = None, # folder for the page; left out, the folder "report" in the first
 ) -> None:
-    "Make a page of all that a folder with results holds: tables, pictures, settings; it needs nothing else to be shown."
+    "Make one page of all that a folder with results holds: tables, pictures, settings."
     print(write_report(folders, out))
 
 
@@ -144,7 +144,7 @@ def main(
         print(__version__)
         return 0
     commands: dict[str, Callable] = {"demo": demo, "run": run, "flower": flower, "table": table, "report": report}
-    about, config = "FedL2P: federated learning to personalize.", (tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff)
+    about, config = "Federated learning to personalize.", (tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff)
     try:
         tyro.extras.subcommand_cli_from_dict(commands, prog="fedl2p", description=about, args=args, config=config)
     except KeyboardInterrupt:

@@ -301,7 +301,8 @@ def score_strategies(
     "One client under several strategies."
     client = _ready(model, client, held_out)
     numbers = partial(generator, config.seed, "personalize", client.id)
-    return {name: Result(client.id, client.domain, score_client(model, s, client, config.tuning, numbers(), held_out), s)
+    judge = partial(score_client, model, client=client, tuning=config.tuning, held_out=held_out)
+    return {name: Result(client.id, client.domain, judge(strategy=s, generator=numbers()), s)
             for name, s in strategies.items()}
 
 # %% ../nbs/09_client.ipynb #7742ffae

@@ -143,8 +143,9 @@ def client_app(
         def answer() -> dict:
             work = message.content["config"]["work"]
             update = _do(work if work in ("train", "describe") else "learn", message, home(context), *load(context))
-            numbers = {k: v for k, v in update.report.items() if k not in ("beta", "eta")}  # the server does not need these
-            return {"arrays": _arrays(update.state), "metrics": MetricRecord({"num-examples": update.weight, **numbers})}
+            numbers = {k: v for k, v in update.report.items() if k not in ("beta", "eta")}  # which the server does not need
+            metrics = MetricRecord({"num-examples": update.weight, **numbers})
+            return {"arrays": _arrays(update.state), "metrics": metrics}
 
         return _reply(message, answer)
 
@@ -314,7 +315,7 @@ def _read_score(task: Task, m: dict[str, Any]) -> Result:
 
 # %% ../nbs/library/flower.ipynb #f93a0577
 class Privacy(NamedTuple):
-    "Differential privacy of the meta-nets: each client's step is cut to a length, and the mean of the steps gets noise."
+    "Differential privacy of the meta-nets: each client's step is cut to a length, and the mean gets noise."
 
     noise: float # z: the noise of each number has the standard deviation z * clip / clients
     clip: float # the longest step, over all numbers together

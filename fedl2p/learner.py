@@ -109,7 +109,7 @@ class FedL2P:
             warn(f"{path} was learned for other weights of this model; its strategies may not fit")
         return policy
 
-
+# %% ../nbs/10_learner.ipynb #5cef93bf
 def _samples(model: nn.Module, client: Client | Data) -> tuple[Data, str]:
     "All that a client fine-tunes on, checked, on the model's device; and its name."
     data, id = (client.train + client.val, client.id) if isinstance(client, Client) else (client, "")

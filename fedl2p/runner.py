@@ -48,7 +48,7 @@ class Task(NamedTuple):
 class Failure(NamedTuple):
     "Why there is no result."
 
-    kind: Literal["diverged", "raised", "died", "refused"] # not finite; any other error; the process died; came, but cannot be used
+    kind: Literal["diverged", "raised", "died", "refused"] # not finite, another error, no process left, unusable
     reason: str
 
 

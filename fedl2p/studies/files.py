@@ -223,5 +223,6 @@ def read_wav(
     except (wave.Error, EOFError) as error:
         raise ValueError(f"{path} is damaged or no wav file ({error}); get it again") from error
     if form != (1, 16, rate):
-        raise ValueError(f"{path}: channels, bits and rate must be (1, 16, {rate}) as in the official files, got {form}")
+        raise ValueError(f"{path}: channels, bits and rate must be (1, 16, {rate}) as in the official files, "
+                         f"got {form}")
     return np.frombuffer(raw[:len(raw) // 2 * 2], "<i2").astype(np.float32) / 32768

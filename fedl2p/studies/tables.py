@@ -83,7 +83,8 @@ def collect(
     by_condition: Accuracies = {}
     for cell in cells:
         rows: Mapping[str, Sequence[float | None]] = summarise(cell["clients"]).get(cell["method"], {})
-        shares = cell.get("accuracy") or {pool: rows.get(pool, [None])[0] for pool in cell["pools"]}  # older files have it
+        # Older files hold the shares themselves.
+        shares = cell.get("accuracy") or {pool: rows.get(pool, [None])[0] for pool in cell["pools"]}
         for pool, share in shares.items():
             of_method = by_condition.setdefault(condition_of(cell, pool), {}).setdefault(cell["method"], {})
             of_method[cell["seed"]] = math.nan if share is None else 100 * share
@@ -102,7 +103,7 @@ def _shared(row: Mapping[str, Mapping[int, float]], names: Sequence[str]) -> set
 
 
 def _entry(values: Mapping[int, float], seeds: set[int], best: bool = False) -> str:
-    "Mean and deviation over the seeds that a row shares; over others, with their number, where these are not all there."
+    "Mean and deviation over the seeds that a row shares; over others, with their number, if these are not there."
     common = seeds if seeds and seeds <= set(values) else set(values)
     numbers = [values[seed] for seed in sorted(common)]
     if not numbers:
