@@ -39,7 +39,7 @@ def changed(
     settings: dict, # as they are
 ) -> str: # nothing if they are the same
     "Which settings differ, in words."
-    settings = json.loads(json.dumps(settings))  # as a file would have them: lists for tuples
+    before, settings = json.loads(json.dumps([before, settings]))  # as a file would have them: lists for tuples
     keys = [key for key in {**settings, **before} if settings.get(key) != before.get(key)]
     return ", ".join(f"{key} was {before.get(key)!r} and is {settings.get(key)!r}" for key in keys)
 

@@ -65,13 +65,14 @@ def show(
         return print(markdown(table))
     from rich.console import Console
     from rich.table import Table as Drawing
+    from rich.text import Text
 
     drawing = Drawing()
     for i, title in enumerate(table.head):
-        drawing.add_column(title, justify="left" if i < table.labels else "right")
+        drawing.add_column(Text(title), justify="left" if i < table.labels else "right")
     for row in table.rows:
-        drawing.add_row(*(f"[bold]{text.strip('*')}[/bold]" if text.startswith("**") else text for text in row))
-    Console().print(drawing, *table.notes, sep="\n\n")
+        drawing.add_row(*(Text(text.strip("*"), "bold" if text.startswith("**") else "") for text in row))
+    Console().print(drawing, *map(Text, table.notes), sep="\n\n")
 
 
 def demo(

@@ -143,7 +143,8 @@ def client_app(
         def answer() -> dict:
             work = message.content["config"]["work"]
             update = _do(work if work in ("train", "describe") else "learn", message, home(context), *load(context))
-            numbers = {k: v for k, v in update.report.items() if k not in ("beta", "eta")}  # which the server does not need
+            # The server does not need beta and eta.
+            numbers = {k: v for k, v in update.report.items() if k not in ("beta", "eta")}
             metrics = MetricRecord({"num-examples": update.weight, **numbers})
             return {"arrays": _arrays(update.state), "metrics": metrics}
 

@@ -109,7 +109,7 @@ class FedL2P:
             warn(f"{path} was learned for other weights of this model; its strategies may not fit")
         return policy
 
-# %% ../nbs/10_learner.ipynb #5cef93bf
+
 def _samples(model: nn.Module, client: Client | Data) -> tuple[Data, str]:
     "All that a client fine-tunes on, checked, on the model's device; and its name."
     data, id = (client.train + client.val, client.id) if isinstance(client, Client) else (client, "")
@@ -213,4 +213,4 @@ def _fit(learner: FedL2P, clients: Sequence[Client], folder: Path | None, runner
     kept, still = (all(torch.equal(lam[k], t) for k, t in start.items()) for lam in (course.best, course.now))
     if kept and not still:
         warn("the lowest validation loss was that of the meta-nets at their start, and so they are as they were; "
-             "each round asks other clients: more rounds, or a larger fraction, may tell better", stacklevel=4)
+             "each round asks other clients: more rounds, or a larger fraction, may tell better")

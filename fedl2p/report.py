@@ -84,8 +84,8 @@ def cases(
     "What a folder holds."
     folder, groups = Path(folder), dict[str, list[Json]]()
     for path in sorted(folder.rglob("*-seed*.json")):
-        cell = read_cell(path)
-        groups.setdefault(f"{label(condition_of(cell))}, scale {cell['scale']}", []).append(cell)
+        if cell := read_cell(path):
+            groups.setdefault(f"{label(condition_of(cell))}, scale {cell['scale']}", []).append(cell)
     if not groups:
         old = " but those of an older version of the demo: run it again" if (folder / "clients.jsonl").exists() else ""
         raise ValueError(f"{folder} holds no results{old}")
@@ -234,7 +234,7 @@ PAGE = """
 {%- macro number(column, part) %}{% if column >= part.table.labels %} class="number"{% endif %}{% endmacro -%}
 <!doctype html><html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1"><title>{{ title }}</title>
-<style>{{ style }}</style></head><body><h1>{{ title }}</h1>
+<style>{{ style|safe }}</style></head><body><h1>{{ title }}</h1>
 {% if chapters|length > 1 %}<ul>{% for chapter in chapters %}
 <li><a href="#{{ loop.index0 }}">{{ chapter.title }}</a></li>{% endfor %}</ul>{% endif %}
 {% for chapter in chapters %}<h2 id="{{ loop.index0 }}">{{ chapter.title }}</h2>

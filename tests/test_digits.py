@@ -43,7 +43,7 @@ def test_digits_federation():
         message = rf"^{name} must be a multiple of 5 \(the number of domains\) >= {least}, got {value}$"
         with pytest.raises(ValueError, match=message):
             digits_federation(**{name: value})
-    with pytest.raises(ValueError, match="^size must be such that 6 clients a domain need 5 to 1397 images .*, got 1000, which needs 6000$"):
+    with pytest.raises(ValueError, match="^6 clients a domain need 5 to 1397 images, since .*, got 6000 with size 1000$"):
         digits_federation(size=1000)
     with pytest.raises(ValueError, match="^n_clients must be >= 5, one for each of the domains clean, .*, inverted, got 3$"):
         digits_clients(3)

@@ -30,7 +30,7 @@ from fedl2p.core import (
 from ..digits import SHIFTS, digits_federation
 from ..runner import Progress, Runner, quiet
 from .published import Condition
-from .runs import METHODS, Cell, Job, Machine, check_seeds, run_cell
+from .runs import METHODS, Cell, Job, Machine, check_seeds, federation, run_cell
 from .settings import setting
 from .tables import accuracy_table, read_cell, summarise
 
@@ -118,8 +118,9 @@ def run_demo(
     fields = {k: v for k, v in asdict(demo).items() if k not in ("config", "out", "workers", "seeds")}
     settings = {**asdict(demo.config), **fields, "device": pick_device(demo.device)}
     del settings["seed"]
-    open_folder(demo.out, settings)
     todo = jobs(demo, progress)
+    federation(todo[0].how, demo.alpha, todo[0].data_seed)  # which refuses what there are too few images for
+    open_folder(demo.out, settings)
     for job in todo:
         run_cell(job)
     return write_results(demo.out, [read_cell(job.path) for job in todo])

@@ -170,6 +170,12 @@ class Job(NamedTuple):
         own = {**twice, **LEARNED.get(learned_by(self.cell.method), {})}
         return replace(self.how.config, epochs=self.cell.condition.epochs, seed=self.cell.seed, **own)
 
+    @property
+    def recipe(self) -> Recipe | None:
+        "Settings of pretraining."
+        method = cast(Pretraining, self.cell.condition.pretraining)
+        return self.how.recipe and replace(self.how.recipe, method=method, seed=self.data_seed)
+
     def titled(self, end: str = "") -> Runner:
         "The runner, with the cell as the title of its progress."
         c = self.cell.condition
@@ -206,12 +212,11 @@ def pretrained(
     c, machine, seed = job.cell.condition, job.machine, job.data_seed
     source, alpha, how = source_of(job)
     model = how.model(seed).to(pick_device(machine.device))
-    if how.recipe is not None:
+    if job.recipe is not None:
         name = _start_of(c.pretraining, alpha) + (f"-seed{seed}" if how.new_clients else "")
         path = Path(job.out) / source / job.scale / "pretrained" / f"{name}.safetensors"
         path.parent.mkdir(parents=True, exist_ok=True)
-        recipe = replace(how.recipe, method=cast(Pretraining, c.pretraining), seed=seed)
-        model = pretrain(model, federation(how, alpha, seed).pretraining, recipe, job.runner, path)
+        model = pretrain(model, federation(how, alpha, seed).pretraining, job.recipe, job.runner, path)
     model = mix_bn(model, verbose=False)
     if machine.compile:
         model.compile()
@@ -259,18 +264,20 @@ def _results(job: Job, model: nn.Module, everybody: Federation) -> Json:
             choosing = drawn(seen, how.choosing, seed)
             kept["chosen"] = more["lr"] = choose_rate(model, name, choosing, config, job.titled(": rates"))
         results = under(baselines(model, more["lr"])[name])
-    elif method != policy_of:  # the policy of another cell, learned now if it is not there
-        learner = FedL2P(model, config).fit(everybody.seen, folder.with_name(f"{policy_of}-seed{seed}"), job.titled())
-        results = under(mean_strategy(learner, everybody.seen))
     else:
         learner = FedL2P(model, config)
-        if method != "fedl2p-start":
-            learner.fit(everybody.seen, folder, job.titled()).save(folder / "policy.safetensors")
-            kept["last"] = _last(learner, seen[0])
-        kept["rounds"] = [{k: _digits(v) if k in ("beta", "eta") else v for k, v in r.items() if k != "clients"}
-                          for r in learner.history]
-        kept["layers"] = layers_of(model)
-        results = learner.score(clients, job.titled(": scoring"))
+        if method != "fedl2p-start":  # with mean inputs, the policy is that of another cell
+            learner.fit(everybody.seen, folder.with_name(f"{policy_of}-seed{seed}"), job.titled())
+        if method != policy_of:
+            results = under(mean_strategy(learner, everybody.seen))
+        else:
+            if learner.last:
+                learner.save(folder / "policy.safetensors")
+                kept["last"] = _last(learner, seen[0])
+            kept["rounds"] = [{k: _digits(v) if k in ("beta", "eta") else v for k, v in r.items() if k != "clients"}
+                              for r in learner.history]
+            kept["layers"] = layers_of(model)
+            results = learner.score(clients, job.titled(": scoring"))
     _nobody_missing(clients, results)
     pools = {"seen": results[:len(seen)], "unseen": results[len(seen):]}
     rows = [r for pool, own in pools.items() for r in records(method, pool, own, **more)]
@@ -355,8 +362,7 @@ def _filled(job: Job) -> Json:
 
 def _settings(job: Job) -> Json:
     "All that the content of a cell depends on, as JSON."
-    recipe = job.how.recipe and asdict(job.how.recipe)
-    return {**asdict(job.config), "recipe": recipe, "scored": job.how.scored}
+    return {**asdict(job.config), "recipe": job.recipe and asdict(job.recipe), "scored": job.how.scored}
 
 
 def run_cell(
@@ -368,10 +374,11 @@ def run_cell(
         raise ValueError(f"amp must be False with second derivatives by differences ({why}), got True")
     job.path.parent.mkdir(parents=True, exist_ok=True)
     content = load_or_make(job.path, lambda: _filled(job))
+    now = {**_settings(job), "amp": job.machine.amp}
     before = {**asdict(Config()), **content["settings"], "amp": content["machine"]["amp"]}
-    if before["recipe"]:
-        before["recipe"] = {**asdict(Recipe()), **before["recipe"]}
-    if changes := changed(before, {**_settings(job), "amp": job.machine.amp}):
+    if now["recipe"] and before["recipe"]:  # older files do not say all of it
+        before["recipe"] = {**now["recipe"], **before["recipe"]}
+    if changes := changed(before, now):
         advice = "choose another folder with --out, or delete it"
         raise ValueError(f"{job.path} is a result of other settings: {changes}; {advice}")
     return content

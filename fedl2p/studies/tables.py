@@ -20,9 +20,11 @@ from .runs import METHODS, OUR_METHODS, columns, conditions
 # %% ../../nbs/studies/tables.ipynb #2e88de31
 def read_cell(
     path: Path, # file of a cell
-) -> Json: # its records name method and seed
+) -> Json: # its records name method and seed; empty if the file is something else
     "The result of a cell; files that hold shares of right answers instead of counts are understood, too."
     cell = load_or_make(path, dict)
+    if not isinstance(cell, dict) or not {"clients", "scale"} <= cell.keys():
+        return {}
     for r in cell["clients"]:
         r |= {"method": cell["method"], "seed": cell["seed"]}
         if "right" not in r:
@@ -37,7 +39,7 @@ def results(
     scale: str, # one of `SCALES`
 ) -> list[Json]: # one for each cell
     "All cells that are there."
-    return [read_cell(path) for path in sorted(Path(out).glob(f"*/{scale}/*/*-seed*.json"))]
+    return [cell for path in sorted(Path(out).glob(f"*/{scale}/*/*-seed*.json")) if (cell := read_cell(path))]
 
 
 def condition_of(
