@@ -129,7 +129,7 @@ def table(
 
 
 def report(
-    folders: tyro.conf.Positional[tuple[Path, ...]], # of a demo or of studies; two are shown side by side
+    folders: tyro.conf.Positional[tuple[Path, ...]], # results of a demo or of studies; two are shown side by side
     out: Path | None = None, # folder for the page; left out, the folder "report" in the first
 ) -> None:
     "Make one page of all that a folder with results holds: tables, pictures, settings."

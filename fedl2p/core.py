@@ -30,7 +30,7 @@ from . import __version__
 # %% ../nbs/library/core.ipynb #739e0533
 def require(
     good: bool, # whether the value may be used
-    name: str, # of the argument
+    name: str, # name of the argument
     must: str, # what it has to be, in words
     value: object, # what came
 ) -> None:
@@ -40,7 +40,7 @@ def require(
 
 
 def require_choice(
-    name: str, # of the argument
+    name: str, # name of the argument
     value: object, # what came
     choices: Collection[object], # what is allowed
 ) -> None:
@@ -50,7 +50,7 @@ def require_choice(
 
 def warn(
     message: str,
-    stacklevel: int = 3, # 3 points to the line that called whoever warns
+    stacklevel: int = 3, # 3 points to the caller of the function that warns
 ) -> None:
     "Warn of something that the run survives."
     warnings.warn(message, RuntimeWarning, stacklevel)
@@ -70,7 +70,7 @@ Json = dict[str, Any]  # an object of a JSON file
 
 def device_of(
     model: nn.Module,
-) -> torch.device: # of its first parameter
+) -> torch.device: # where its first parameter is
     "Where a model is."
     return next(model.parameters()).device
 

@@ -140,8 +140,8 @@ def digits_federation(
     per_domain = (n_seen + n_unseen) // kinds
     images = size * per_domain
     if not 5 <= images <= len(data) - 400:
-        raise ValueError(f"{per_domain} clients a domain need 5 to {len(data) - 400} images, since at least 400 are for "
-                         f"pretraining, got {images} with size {size}")
+        raise ValueError(f"{per_domain} clients a domain need 5 to {len(data) - 400} images, since at least 400 are "
+                         f"for pretraining, got {images} with size {size}")
     order = torch.randperm(len(data), generator=generator(seed, "images for pretraining"))
     clients = digits_clients(n_seen + n_unseen, alpha, seed, data=data[order[:images]])
     unseen = {f"{kind}-{i}" for kind in SHIFTS

@@ -18,7 +18,7 @@ from .runner import Failure, Runner, Task
 # %% ../nbs/08_federated.ipynb #f363553f
 def average(
     updates: Iterable[tuple[State, float]], # what each client sends, and its weight N_i
-) -> State: # of the types of the first; empty if there are none
+) -> State: # tensors of the types of the first; empty if there are none
     "The weighted mean of what clients send; of whole numbers, such as batch norm's counters, the largest."
     total, sums, first = 0.0, State(), State()
     for state, weight in updates:  # one after the other: a hundred large models would not fit into memory

@@ -199,7 +199,7 @@ class Nodes:
 
     def __call__(
         self,
-        tasks: Sequence[Task], # of one round: they differ in the client only
+        tasks: Sequence[Task], # tasks of one round: they differ in the client only
     ) -> Iterator[Outcome]: # in the order of the tasks
         "Ask the nodes of some clients for a piece of work."
         if not tasks:

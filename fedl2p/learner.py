@@ -63,7 +63,7 @@ class FedL2P:
 
     def strategy(
         self,
-        client: Client | Data, # of a client, training and validation samples together
+        client: Client | Data, # a client, or its training and validation samples together
     ) -> Strategy: # beta and eta for it
         "How this client should fine-tune: one forward pass over its data."
         data, id = _samples(self.model, client)
@@ -72,7 +72,7 @@ class FedL2P:
 
     def personalize(
         self,
-        client: Client | Data, # of a client, training and validation samples together
+        client: Client | Data, # a client, or its training and validation samples together
     ) -> nn.Module: # an ordinary module, in evaluation mode
         "The model, fine-tuned for this client."
         data, id = _samples(self.model, client)
@@ -83,7 +83,7 @@ class FedL2P:
         self,
         clients: Sequence[Client],
         runner: Runner = Runner(),  # noqa: B008, frozen; who does the clients' work
-    ) -> list[Result]: # of those that did not fail
+    ) -> list[Result]: # results of those that did not fail
         "Test accuracy of each client, personalized; one that fails is left out with a warning."
         return score_all(score_policy, self.model, self.config, self.metanets.state_dict(), clients, runner)
 

@@ -196,7 +196,7 @@ class Runner:
 
     def titled(
         self,
-        title: str, # of all that this runner does
+        title: str, # title of all that this runner does
     ) -> "Runner":
         "The same runner, whose progress has this title."
         return replace(self, progress=lambda items, _, total, done: self.progress(items, title, total, done))

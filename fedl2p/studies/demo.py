@@ -45,7 +45,7 @@ class Demo:
     clients: int = 20 # clients that learn together, a multiple of five
     unseen: int = 10 # clients that come later, a multiple of five
     pretraining_rounds: int = 50 # rounds of federated averaging on clean digits
-    more_estimators: tuple[Estimator, ...] = ("fomaml",) # of the hypergradient, for further rows of FedL2P
+    more_estimators: tuple[Estimator, ...] = ("fomaml",) # estimators of the hypergradient, for further rows of FedL2P
     out: Path = Path("fedl2p-demo") # folder for results; the same folder goes on where it stopped
     workers: int | None = None # processes of one thread each; None is one for each core, or one on a GPU
     device: str = "cpu" # cpu, cuda, mps, or auto for the best there is; these networks are so small that cpu is fastest

@@ -405,7 +405,7 @@ class Run:
     epochs: tuple[int, ...] = () # epochs of fine-tuning; left out, the paper's
     seeds: tuple[int, ...] = (0, 1, 2) # one repetition for each
     methods: tuple[str, ...] = () # ids, like ft-c, ft-c-best, fedl2p (a wrong one shows all); left out, the paper's
-    datasets: tuple[str, ...] = () # of the tables that have several; left out, all
+    datasets: tuple[str, ...] = () # data sets, for tables that have several; left out, all
     out: Path = Path("results") # folder for results; what is there is not run again
     machine: Machine = field(default_factory=Machine)
 

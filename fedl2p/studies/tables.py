@@ -64,7 +64,7 @@ Accuracies = dict[Condition, dict[str, dict[int, float]]]  # condition -> method
 
 
 def summarise(
-    records: Sequence[Record], # of several methods, pools and seeds
+    records: Sequence[Record], # clients under several methods, in several pools and seeds
 ) -> Rows:
     "Accuracies of each method and pool, one for each seed."
     counts: dict[tuple[str, str, int], list[int]] = {}
