@@ -26,4 +26,4 @@ else:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+    return [*__all__, "__version__"]

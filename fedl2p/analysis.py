@@ -241,7 +241,9 @@ def plot_course(
         names = layers[key]
         for i, name in enumerate(names):
             colour = colormaps["viridis"](i / max(len(names) - 1, 1))
-            ax.plot([r["round"] for r in rounds], [r[key][i] for r in rounds], ".-", ms=3, lw=1, color=colour, label=name)
+            ax.plot(
+                [r["round"] for r in rounds], [r[key][i] for r in rounds], ".-", ms=3, lw=1, color=colour, label=name
+            )
         if 0 < len(names) <= 12:
             ax.legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1, 0.5))
     axes[0].set(ylabel="mixing ratio β", ylim=(-0.03, 1.03), title=title)
