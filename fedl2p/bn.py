@@ -68,6 +68,8 @@ def _check(layer: "MixBatchNorm", x: Tensor) -> None:
         error = f"input must be floats of shape [N, {layer.num_features}, ...], got {x.dtype} of shape {list(x.shape)}"
     elif x.numel() == 0 and (layer.mode == "batch" or (layer.mode == "mix" and layer.training)):
         error = f"input must not be empty, since its statistics are needed, got shape {list(x.shape)}"
+    elif layer.mode == "batch" and x.numel() == layer.num_features:
+        error = f"input must have more than one value per channel in mode 'batch', got shape {list(x.shape)}"
     elif layer.beta.dim() != 0:
         error = f"beta must be one number, got shape {list(layer.beta.shape)}"
     else:

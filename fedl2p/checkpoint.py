@@ -8,6 +8,7 @@ __all__ = ['fingerprint', 'changed', 'save_checkpoint', 'load_checkpoint']
 # %% ../nbs/library/checkpoint.ipynb #8601dc22
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -61,7 +62,7 @@ def save_checkpoint(
 def load_checkpoint(
     path: str | Path | None, # file to read; None, or a file that is not there, is a new run
     settings: dict, # settings of this run
-    defaults: dict = {},  # noqa: B006, settings that did not exist when the file was written
+    upgraded: Callable[[dict], dict] = dict, # turns the settings of an older file into what they would be today
 ) -> tuple[State, dict] | None: # tensors and info, or None for a new run
     "Where a run of the same settings stands."
     if path is None or not Path(path).exists():
@@ -70,7 +71,7 @@ def load_checkpoint(
         tensors, header = load_tensors(path, _CHECKPOINT)
     except ValueError as error:
         raise ValueError(f"{error}; delete the file to start from the beginning") from error
-    if changes := changed({**defaults, **json.loads(header["settings"])}, settings):
+    if changes := changed(upgraded(json.loads(header["settings"])), settings):
         advice = "go on with the old ones, or choose another folder"
         raise ValueError(f"{path} was written by a run with other settings: {changes}; {advice}")
     return tensors, json.loads(header["info"])

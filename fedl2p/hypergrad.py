@@ -27,7 +27,7 @@ Loss = Callable[[Weights, Hyper], Tensor]  # returns one number
 
 def dots(a: Weights, b: Weights) -> Tensor:
     "Inner product of each pair of tensors [P]."
-    return torch.stack([torch.dot(a[k].reshape(-1), b[k].reshape(-1)) for k in a])
+    return torch.stack([torch.dot(a[k].reshape(-1), b[k].reshape(-1)) for k in a]) if a else torch.zeros(0)
 
 
 def dot(a: Weights, b: Weights) -> Tensor:
@@ -111,7 +111,7 @@ def descend(
     every: int = 0, # keep the weights before each step whose number this divides; 0 keeps the start only
     full: bool = True, # ask for the last gradient of every tensor, as the estimators need; else of those that move
 ) -> Descent:
-    "Fine-tune by gradient descent with a rate for each tensor; a loss must give the same value twice (no dropout)."
+    "Fine-tune by gradient descent with a rate for each tensor; a loss must give the same value if it is asked twice."
     shape = list(hyper["eta"].shape) if "eta" in hyper else None
     require(shape == [len(weights)], "shape of hyper['eta']", f"[{len(weights)}], a rate for each tensor", shape)
     require(len(steps) > 0, "number of steps", ">= 1", 0)

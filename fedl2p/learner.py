@@ -20,6 +20,7 @@ from .bn import bn_layers, mix_bn
 from .checkpoint import fingerprint, load_checkpoint, save_checkpoint
 from fedl2p.client import (
     Config,
+    Keep,
     Result,
     describe_client,
     learn_client,
@@ -28,13 +29,15 @@ from fedl2p.client import (
     score_all,
     score_policy,
     untrained,
+    upgraded,
+    validate_client,
 )
-from .core import Json, State, device_of, generator, load_tensors, warn, write_file
+from .core import Json, State, device_of, generator, load_tensors, require_full_precision, warn, write_file
 from .data import Client, Data, check
-from .federated import Round, fedavg
+from .federated import Round, fedavg, run_round, sample
 from .finetune import as_module, finetune
 from .metanet import POLICY, MetaNets
-from .runner import Runner, bar
+from .runner import Runner, Task, bar
 from .strategy import Strategy
 
 # %% ../nbs/10_learner.ipynb #ad3b7633
@@ -46,6 +49,7 @@ class FedL2P:
         model: nn.Module, # pretrained; it is not changed
         config: Config = Config(),  # noqa: B008, frozen
     ):
+        require_full_precision(model)
         self.model = model if bn_layers(model) else mix_bn(model, verbose=False)
         self.config, self.history = config, list[Json]()
         self.metanets = untrained(self.model, config)
@@ -63,19 +67,19 @@ class FedL2P:
 
     def strategy(
         self,
-        client: Client | Data, # a client, or its training and validation samples together
+        client: Client | Data, # a client, or the samples that it fine-tunes on
     ) -> Strategy: # beta and eta for it
         "How this client should fine-tune: one forward pass over its data."
-        data, id = _samples(self.model, client)
+        data, id = self._samples(client)
         with torch.no_grad():
             return policy(self.metanets, personal_profile(self.model, self.config, data, id), self.config)
 
     def personalize(
         self,
-        client: Client | Data, # a client, or its training and validation samples together
+        client: Client | Data, # a client, or the samples that it fine-tunes on
     ) -> nn.Module: # an ordinary module, in evaluation mode
         "The model, fine-tuned for this client."
-        data, id = _samples(self.model, client)
+        data, id = self._samples(client)
         numbers = generator(self.config.seed, "personalize", id)
         return as_module(self.model, finetune(self.model, self.strategy(client), data, self.config.tuning, numbers))
 
@@ -103,19 +107,19 @@ class FedL2P:
         "A policy from a file; if the model's weights are not those that it was learned for, it warns."
         _, header = load_tensors(path, POLICY)
         known, stored = {field.name for field in fields(Config)}, json.loads(header.get("config", "{}"))
-        policy = cls(model, Config(**{name: value for name, value in stored.items() if name in known}))
+        policy = cls(model, Config(**{name: value for name, value in upgraded(stored).items() if name in known}))
         policy.metanets = MetaNets.load(path, policy.model)
         if header.get("model", fingerprint(policy.model)) != fingerprint(policy.model):
             warn(f"{path} was learned for other weights of this model; its strategies may not fit")
         return policy
 
-
-def _samples(model: nn.Module, client: Client | Data) -> tuple[Data, str]:
-    "All that a client fine-tunes on, checked, on the model's device; and its name."
-    data, id = (client.train + client.val, client.id) if isinstance(client, Client) else (client, "")
-    data = data.to(device_of(model))
-    check(Client(id, data, data[:0], data[:0]), model, ["train"])
-    return data, id
+    def _samples(self, client: Client | Data) -> tuple[Data, str]:
+        "What a client fine-tunes on, checked, on the model's device; and its name."
+        named = isinstance(client, Client)
+        data, id = (client.samples(self.config.personalize_on), client.id) if named else (client, "")
+        data = data.to(device_of(self.model))
+        check(Client(id, data, data[:0], data[:0]), self.model, ["train"])
+        return data, id
 
 # %% ../nbs/10_learner.ipynb #94679742
 def _record(r: Round) -> Json:
@@ -124,10 +128,9 @@ def _record(r: Round) -> Json:
     for name in ("val_loss", "start_loss", "beta", "eta"):
         if values := [report[name] for report in reports if name in report]:
             means[name] = torch.tensor(values, dtype=torch.float64).mean(0).tolist()
-    if any(failure.kind == "diverged" for failure in r.failed.values()):
-        means["val_loss"] = None
     return {"round": r.number, "val_loss": None, **means, "clients": list(r.reports),
             "failed": {id: failure.reason for id, failure in r.failed.items()},
+            "diverged": sum(failure.kind == "diverged" for failure in r.failed.values()),
             "diverging": sum(report["diverging"] for report in reports)}
 
 
@@ -141,13 +144,21 @@ class Course(NamedTuple):
 
     now: State # lambda
     best: State # lambda with the lowest loss
-    history: list[Json] # records of the rounds
+    history: list[Json] # records of the rounds, the last of them without learning
 
-    def after(self, r: Round) -> "Course":
-        "One round later; the losses of a round are those of the lambda that was sent out."
-        record = _record(r)
+    def after(self, r: Round, keep: Keep, final: bool = False) -> "Course":
+        """One round later. The losses of a round are those of the lambda that was sent out, or, with keep="after", those
+        of all meta-steps, which the authors' code counts for the lambda that the round leads to."""
+        record = _record(r) | ({"final": True} if final else {})
         better = _loss(record) < min(map(_loss, self.history), default=float("inf"))
-        return Course(r.state, self.now if better else self.best, [*self.history, record])
+        now = self.now if final else r.state
+        judged = now if keep == "after" else self.now
+        return Course(now, judged if better else self.best, [*self.history, record])
+
+    @property
+    def over(self) -> bool:
+        "Whether the last lambda is judged."
+        return bool(self.history) and self.history[-1].get("final", False)
 
     def tired(self, patience: int) -> bool:
         "Was the lowest loss too long ago?"
@@ -155,8 +166,10 @@ class Course(NamedTuple):
         return bool(losses) and len(losses) - 1 - losses.index(min(losses)) >= patience
 
 # %% ../nbs/10_learner.ipynb #3fde9b11
-def _keep(folder: Path, settings: Json, course: Course) -> None:
-    "Write a course into a folder."
+def _keep(folder: Path | None, settings: Json, course: Course) -> None:
+    "Write a course into a folder, if there is one."
+    if folder is None:
+        return
     # Copies: the best may be the last, and the file holds each tensor by its own name.
     tensors = {f"{k}.{name}": t.clone() for k in ("now", "best") for name, t in getattr(course, k).items()}
     save_checkpoint(folder / "checkpoint.safetensors", settings, tensors, {"rounds": course.history})
@@ -166,7 +179,7 @@ def _keep(folder: Path, settings: Json, course: Course) -> None:
 def _restore(folder: Path | None, settings: Json, device: torch.device) -> Course | None:
     "The course in a folder, if there is one."
     path = None if folder is None else folder / "checkpoint.safetensors"
-    if (checkpoint := load_checkpoint(path, settings, asdict(Config()))) is None:
+    if (checkpoint := load_checkpoint(path, settings, upgraded)) is None:
         return None
     tensors, info = checkpoint
     now, best = ({name.removeprefix(k): t.to(device) for name, t in tensors.items() if name.startswith(k)}
@@ -187,6 +200,14 @@ def _standardise(learner: FedL2P, clients: Sequence[Client], runner: Runner) -> 
     metanets.deviation.copy_(torch.where(differs, deviation, 1.0))
 
 # %% ../nbs/10_learner.ipynb #26663a09
+def _judged(learner: FedL2P, course: Course, clients: Sequence[Client], runner: Runner) -> Round:
+    "The validation losses of the present lambda, on the clients whose turn would be next."
+    config, number, by_id = learner.config, len(course.history) + 1, {client.id: client for client in clients}
+    ids = sample(by_id, config.fraction, config.seed, number)
+    tasks = [Task(validate_client, learner.model, config, course.now, by_id[id], number) for id in ids]
+    return run_round(course.now, tasks, number, runner)
+
+
 def _fit(learner: FedL2P, clients: Sequence[Client], folder: Path | None, runner: Runner) -> None:
     "What `FedL2P.fit` does."
     model, config = learner.model, learner.config
@@ -200,14 +221,16 @@ def _fit(learner: FedL2P, clients: Sequence[Client], folder: Path | None, runner
     start = deepcopy(learner.metanets.state_dict())
     course = course or Course(start, start, [])
     done, title = len(course.history), f"learning to personalize ({config.estimator})"
-    total = done if course.tired(config.patience) else config.rounds
+    total = done if course.over or course.tired(config.patience) else config.rounds
     rounds = fedavg(learn_client, model, config, course.now, clients, total, config.fraction, config.seed, runner, done)
     for r in runner.progress(rounds, title, total, done) if done < total else ():
-        course = course.after(r)
-        if folder is not None:
-            _keep(folder, settings, course)
+        course = course.after(r, config.keep)
+        _keep(folder, settings, course)
         if course.tired(config.patience):
             break
+    if not course.over and config.keep != "after":
+        course = course.after(_judged(learner, course, clients, runner), config.keep, final=True)
+        _keep(folder, settings, course)
     learner.history, learner.last = course.history, course.now
     learner.metanets.load_state_dict(course.best)
     kept, still = (all(torch.equal(lam[k], t) for k, t in start.items()) for lam in (course.best, course.now))

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import re
 
 import pytest
 import torch
@@ -217,7 +218,7 @@ def test_functional_call_leaves_the_model_alone():
 
 
 @pytest.mark.parametrize("shape", [(1, 3), (1, 3, 1), (1, 3, 1, 1)])
-@pytest.mark.parametrize("mode", ["mix", "batch", "pretrained"])
+@pytest.mark.parametrize("mode", ["mix", "pretrained"])
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_one_value_per_channel(shape, mode, momentum):
     layer = MixBatchNorm(3, momentum=momentum, beta=0.8)
@@ -228,6 +229,17 @@ def test_one_value_per_channel(shape, mode, momentum):
     assert out.isfinite().all() and x.grad.isfinite().all()
     assert torch.equal(layer.running_var, torch.ones(3)) and torch.equal(layer.running_mean, torch.zeros(3))
     assert layer.num_batches_tracked == 0
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (1, 3, 1), (1, 3, 1, 1)])
+@pytest.mark.parametrize("training", [True, False])
+def test_statistics_of_one_value_are_refused(shape, training):
+    """Every input would give the same output."""
+    layer = MixBatchNorm(3, name="bn").train(training)
+    layer.mode = "batch"
+    with pytest.raises(ValueError, match=rf"^input must have more than one value per channel in mode 'batch', got shape {re.escape(str(list(shape)))} \(layer 'bn'\)$"):
+        layer(torch.randn(shape))
+    assert layer(torch.randn(2, 3, 4)).isfinite().all()
 
 
 @pytest.mark.parametrize(

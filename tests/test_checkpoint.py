@@ -40,9 +40,9 @@ def test_the_file_is_as_it_always_was(tmp_path):
 def test_settings_that_an_old_file_does_not_know_have_their_defaults(tmp_path):
     path = tmp_path / "c.safetensors"
     save_checkpoint(path, {"lr": 0.1}, {"w": torch.ones(2)}, {})
-    assert load_checkpoint(path, {"lr": 0.1, "keep": "lowest"}, {"lr": 5, "keep": "lowest"}) is not None
+    assert load_checkpoint(path, {"lr": 0.1, "keep": "lowest"}, lambda old: {"keep": "lowest", **old}) is not None
     with pytest.raises(ValueError, match="other settings: keep was 'lowest' and is 'paired'; go on with the old ones, or choose another folder"):
-        load_checkpoint(path, {"lr": 0.1, "keep": "paired"}, {"lr": 5, "keep": "lowest"})
+        load_checkpoint(path, {"lr": 0.1, "keep": "paired"}, lambda old: {"keep": "lowest", **old})
 
 
 def test_another_file_is_not_a_checkpoint(tmp_path):

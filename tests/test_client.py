@@ -56,7 +56,7 @@ def test_defaults_are_the_papers():
     c = Config()
     assert (c.lr, c.epochs, c.batch_size, c.rounds, c.fraction, c.meta_steps) == (1e-3, 15, 32, 500, 0.1, 3)
     assert (c.meta_lr_bn, c.meta_lr_lr, c.meta_lr_scale, c.clip, c.neumann_terms, c.psi, c.patience) == (1e-3, 1e-3, 1e-4, 1.0, 3, 0.1, 50)
-    assert (c.estimator, c.scaled, c.statistics, c.learn, c.hidden) == ("ift", False, "running", "both", 100)
+    assert (c.estimator, c.scaled, c.statistics, c.learn, c.hidden) == ("ift", False, "zero-one", "both", 100)
     with pytest.raises(AttributeError):
         c.lr = 1.0
 
@@ -66,9 +66,9 @@ WRONG = [
     ({"estimator": "adam"}, "estimator must be one of ift, fomaml, unrolled, got 'adam'"),
     ({"hvp": "none"}, "hvp must be one of exact, central, forward, got 'none'"),
     ({"learn": "all"}, "learn must be one of both, bn, lr, got 'all'"),
-    ({"statistics": "mean"}, "statistics must be one of running, exact, got 'mean'"),
+    ({"statistics": "mean"}, "statistics must be one of zero-one, pretrained, precise, got 'mean'"),
     ({"augment": "flip"}, "augment must be one of none, crop-flip, got 'flip'"),
-    ({"keep": "best"}, "keep must be one of lowest, paired, got 'best'"),
+    ({"keep": "best"}, "keep must be one of lowest, paired, after, got 'best'"),
     ({"inputs": "whitened"}, "inputs must be one of raw, standard, got 'whitened'"),
     ({"epochs": 0}, "epochs must be >= 1, got 0"),
     ({"rounds": 0}, "rounds must be >= 1, got 0"),
@@ -93,8 +93,9 @@ def test_wrong_settings(wrong, message):
 
 
 def test_settings_of_fine_tuning():
-    config = Config(epochs=2, batch_size=7, statistics="exact", augment="crop-flip")
-    assert config.tuning == Tuning(2, 7, "exact", "crop-flip") and Config().tuning == Tuning(15, 32, "running", "none")
+    config = Config(epochs=2, batch_size=7, statistics="precise", augment="crop-flip", fill=[-1.0], personalize_on="train")
+    assert config.tuning == Tuning(2, 7, "precise", "crop-flip", (-1.0,), "train")
+    assert Config().tuning == Tuning(15, 32, "zero-one", "none", (0.0,), "train+val")
 
 
 @pytest.mark.parametrize("estimator", get_args(Estimator))
@@ -204,9 +205,9 @@ def test_a_step_is_of_the_lambda_before_it_moves(model, federation):
     steps = meta_steps(model, replace(QUICK, meta_lr_bn=1.0, meta_lr_lr=1.0), metanets, client, 2, ("x",))
     first = next(steps)
     second = next(steps)
-    assert not any(value.requires_grad for value in first.hyper.values())
-    assert torch.equal(first.hyper["eta"], sent.eta) and torch.equal(first.hyper["beta"], sent.beta)
-    assert not torch.equal(second.hyper["eta"], sent.eta) and not torch.equal(second.hyper["beta"], sent.beta)
+    assert not any(value.requires_grad for value in first.tuned.hyper.values())
+    assert torch.equal(first.tuned.hyper["eta"], sent.eta) and torch.equal(first.tuned.hyper["beta"], sent.beta)
+    assert not torch.equal(second.tuned.hyper["eta"], sent.eta) and not torch.equal(second.tuned.hyper["beta"], sent.beta)
     assert len(first.fresh()) == min(QUICK.batch_size, len(client.train)) and first.tuned.strategy is first.strategy
 
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
-from fedl2p.data import Client, Data, check, label_tastes, lda_partition, make_client, split
+from fedl2p.data import Client, Data, check, label_tastes, lda_partition, make_client, split, split_batches
 from fedl2p.digits import digits_clients, small_cnn
 
 
@@ -121,5 +122,20 @@ def test_ids_are_text_and_models_classify(client):
         def forward(self, x):
             return x, x
 
-    with pytest.raises(ValueError, match=r"^the model must return a tensor \[1, classes\] for one sample, got <class 'tuple'>$"):
+    with pytest.raises(ValueError, match=r"^the model must return a tensor \[2, classes\] for 2 samples, got <class 'tuple'>$"):
         check(client, Pair())
+
+
+def test_a_batch_norm_without_running_statistics_can_be_checked():  # A5: it wants two samples, in evaluation as well
+    model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64, track_running_stats=False), nn.Linear(64, 10))
+    x = torch.randn(1, 1, 8, 8)
+    check(Client("a", *[Data(x, torch.zeros(1, dtype=torch.int64))] * 3), model)
+
+
+@settings(deadline=None)
+@given(n=st.integers(1, 200), batch_size=st.integers(1, 50))
+def test_batches_hold_everything_once_and_none_is_alone(n, batch_size):
+    parts = split_batches(torch.arange(n), batch_size)
+    assert torch.equal(torch.cat(parts), torch.arange(n))
+    assert all(len(part) == batch_size for part in parts[:-1]) and len(parts[-1]) <= max(batch_size + 1, 2)
+    assert batch_size == 1 or n == 1 or all(len(part) > 1 for part in parts)

@@ -13,7 +13,7 @@ from torch import nn
 
 from fedl2p.bn import mix_bn
 from fedl2p.checkpoint import fingerprint
-from fedl2p.client import Config, describe_client, learn_client, score_policy, untrained
+from fedl2p.client import Config, describe_client, l2p_client, learn_client, score_policy, untrained, validate_client
 from fedl2p.core import load_tensors, save_tensors
 from fedl2p.data import Client, Data
 from fedl2p.digits import digits_federation, small_cnn
@@ -94,17 +94,16 @@ def test_augmented_learning_does_not_depend_on_workers(model, federation):
 
 def test_patience(model, federation):
     still = replace(QUICK, rounds=30, patience=2, meta_lr_bn=0.0, meta_lr_lr=0.0, meta_lr_scale=0.0, fraction=1.0, estimator="fomaml")
-    losses = [r["val_loss"] for r in FedL2P(model, still).fit(federation.seen, runner=Runner(1)).history]
+    *losses, last = [r["val_loss"] for r in FedL2P(model, still).fit(federation.seen, runner=Runner(1)).history]
     assert len(losses) < 30 and losses.index(min(losses)) == len(losses) - 3
 
 
-def test_a_lambda_under_which_somebody_diverges_is_not_the_best():
+def test_who_diverges_is_left_out_and_counted():
     """Told by the kind of the failure: its text may say anything."""
     reports, text = {"a": {"val_loss": 0.1, "diverging": 0}}, "FloatingPointError: the loss is nan"
-    for kind in ("raised", "died", "refused"):
-        assert _record(Round(1, {}, reports, {"b": Failure(kind, text)}))["val_loss"] == 0.1
-    assert _record(Round(1, {}, reports, {"b": Failure("diverged", text)}))["val_loss"] is None
-    assert _record(Round(1, {}, reports, {"b": Failure("raised", text), "c": Failure("diverged", "")}))["val_loss"] is None
+    for kind in ("raised", "died", "refused", "diverged"):
+        record = _record(Round(1, {}, reports, {"b": Failure(kind, text)}))
+        assert record["val_loss"] == 0.1 and record["diverged"] == (kind == "diverged")
     assert _record(Round(1, {}, {}, {"b": Failure("raised", "ValueError: train is empty")}))["val_loss"] is None
 
 
@@ -113,14 +112,14 @@ def test_a_record_of_a_round_is_plain_json():
     record = _record(Round(7, {}, reports, {"c": Failure("died", "its process died")}))
     assert json.loads(json.dumps(record)) == record == {
         "round": 7, "val_loss": 0.5, "beta": [0.5, 0.0], "eta": [pytest.approx(0.1)], "clients": ["a", "b"],
-        "failed": {"c": "its process died"}, "diverging": 4}
+        "failed": {"c": "its process died"}, "diverged": 0, "diverging": 4}
 
 
 def test_a_course_keeps_the_lambda_that_was_sent():
     """The losses of a round are those of the lambda before it."""
     def after(course, number, loss):
         reports = {"a": {"val_loss": loss, "diverging": 0}} if loss is not None else {}
-        return course.after(Round(number, {"lambda": number}, reports, {}))
+        return course.after(Round(number, {"lambda": number}, reports, {}), "lowest")
 
     course = Course({"lambda": 0}, {"lambda": 0}, [])
     assert not course.tired(1)
@@ -231,7 +230,9 @@ def test_a_policy_of_version_0_1_0_loads(model, federation, tmp_path):
     assert torch.equal(learner.strategy(client).eta, again.strategy(client).eta)
     again.save(path)
     written = load_tensors(path, "fedl2p metanets 1")[1]
-    assert {**written, "fedl2p": "0.1.0"} == header  # and what is written now has the same header
+    new = {"statistics": "zero-one", "personalize_on": "train+val", "fill": [0.0]}
+    assert {**written, "fedl2p": "0.1.0", "config": ""} == {**header, "config": ""}  # what is written now has the same header
+    assert json.loads(written["config"]) == {**json.loads(header["config"]), **new}
 
 
 def test_policies_of_before_and_after_load_as_far_as_they_are_understood(model, tmp_path):
@@ -240,7 +241,7 @@ def test_policies_of_before_and_after_load_as_far_as_they_are_understood(model, 
     for config in ({"lr": 0.05, "rounds": 3}, {**OLD_CONFIG, "momentum": 0.9}):
         old_policy(path, learner, config=json.dumps(config), inputs=None, model=None)
         again = FedL2P.load(small_cnn(width=4), path)
-        assert same(learner, again) and again.config == Config(**{k: v for k, v in config.items() if k != "momentum"})
+        assert same(learner, again) and again.config == Config(**{k: v for k, v in config.items() if k not in ("momentum", "statistics")})
 
 
 def test_a_checkpoint_of_version_0_1_0_goes_on(model, federation, tmp_path):
@@ -264,7 +265,7 @@ def test_a_checkpoint_of_version_0_1_0_goes_on(model, federation, tmp_path):
 
     learner = FedL2P(model, QUICK).fit(federation.seen, tmp_path, Runner(1, progress=progress))
     assert same(learner, whole) and shown == [("learning to personalize (ift)", 3, 1)]
-    assert learner.history == [record, *whole.history[1:]] and whole.history[0] == {**record, "failed": {}}
+    assert learner.history == [record, *whole.history[1:]] and whole.history[0] == {**record, "failed": {}, "diverged": 0}
     assert all(torch.equal(t, whole.last[name]) for name, t in learner.last.items())
 
 
@@ -296,7 +297,7 @@ def test_a_transport_does_all_of_the_work(model, federation):
     scores = [r.score for r in there.score(federation.unseen, Runner(transport=transport))]
     here = FedL2P(model, config).fit(federation.seen, runner=Runner(1))
     assert same(here, there) and [r.score for r in here.score(federation.unseen, Runner(1))] == scores
-    expected = [(describe_client, 1, 5), (learn_client, 1, 2), (learn_client, 2, 2), (score_policy, 0, 5)]
+    expected = [(describe_client, 1, 5), (learn_client, 1, 2), (learn_client, 2, 2), (validate_client, 3, 2), (score_policy, 0, 5)]
     assert [(tasks[0].work, tasks[0].number, len(tasks)) for tasks in came] == expected
     assert all(task.model is there.model and task.settings is config for tasks in came for task in tasks)
 
@@ -305,7 +306,7 @@ def test_checkpoint_of_another_model_or_damaged(model, federation, tmp_path):
     FedL2P(model, QUICK).fit(federation.seen, tmp_path, Runner(1))
     with pytest.raises(ValueError, match="model and clients was"):
         FedL2P(small_cnn(width=4, seed=5), QUICK).fit(federation.seen, tmp_path, Runner(1))
-    assert [json.loads(line)["round"] for line in (tmp_path / "rounds.jsonl").read_text().splitlines()] == [1, 2, 3]
+    assert [json.loads(line)["round"] for line in (tmp_path / "rounds.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
     (tmp_path / "checkpoint.safetensors").write_bytes(b"oops")
     with pytest.raises(ValueError, match="delete the file"):
         FedL2P(model, QUICK).fit(federation.seen, tmp_path, Runner(1))
@@ -344,3 +345,104 @@ def test_a_first_round_without_answers_can_be_kept(model, federation, tmp_path):
     records = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
     assert len(records) == EMPTY_ROUNDS - 1 == 2  # the third empty round in a row is an error
     assert all(reason.startswith("FloatingPointError: ") for record in records for reason in record["failed"].values())
+
+
+# --- the last lambda is judged, too (review A2) ---------------------------------------------------------------
+
+
+EAGER = replace(QUICK, estimator="unrolled", meta_lr_bn=0.05, meta_lr_lr=0.05, meta_lr_scale=0.01)
+
+
+def test_one_round_can_learn(model, federation):
+    config = replace(EAGER, rounds=1, fraction=1.0, meta_steps=5)
+    learner = FedL2P(model, config).fit(federation.seen, runner=Runner(1))
+    first, last = learner.history
+    assert last["final"] and last["round"] == 2 and "final" not in first and last["clients"] == first["clients"]
+    assert last["val_loss"] < first["val_loss"]
+    assert all(torch.equal(t, learner.last[name]) for name, t in learner.metanets.state_dict().items())
+    assert not all(torch.equal(t, untrained(model, config).state_dict()[name]) for name, t in learner.last.items())
+
+
+def test_one_pass_of_l2p_can_learn(model, federation):
+    config = replace(EAGER, meta_lr_bn=0.5)
+    start = untrained(model, config).state_dict()
+    moved = [c.id for c in federation.seen
+             if not torch.equal(l2p_client(model, config, 1, c).strategy.beta, score_policy(model, config, start, c).strategy.beta)]
+    assert moved
+
+
+def test_the_last_judgement_is_that_of_the_next_round(model, federation):
+    """With one round more, that round's losses are what the last judgement said."""
+    for keep in ("lowest", "paired"):
+        config = replace(QUICK, keep=keep)
+        short = FedL2P(model, config).fit(federation.seen, runner=Runner(1)).history
+        more = FedL2P(model, replace(config, rounds=config.rounds + 1)).fit(federation.seen, runner=Runner(1)).history
+        for name in ("val_loss", "clients", "beta", "eta", *(["start_loss"] if keep == "paired" else [])):
+            assert short[-1][name] == more[-2][name]
+
+
+def test_a_finished_folder_is_judged_once(model, federation, tmp_path):
+    whole = FedL2P(model, QUICK).fit(federation.seen, tmp_path, Runner(1))
+
+    def refuse(tasks):
+        raise AssertionError("nothing is left to do")
+
+    again = FedL2P(model, QUICK).fit(federation.seen, tmp_path, Runner(transport=refuse))
+    assert same(whole, again) and again.history == whole.history and len(whole.history) == QUICK.rounds + 1
+
+
+def test_all_diverge_at_the_end(model, federation):
+    """That is a bad last lambda, not the end of the run."""
+    def transport(tasks):
+        failed = Outcome(None, Failure("diverged", "the loss is nan"))
+        return (failed if task.work is validate_client else Outcome(task.run()) for task in tasks)
+
+    with pytest.warns(RuntimeWarning, match="is left out: the loss is nan"):
+        learner = FedL2P(model, replace(QUICK, fraction=1.0)).fit(federation.seen, runner=Runner(transport=transport))
+    assert learner.history[-1]["val_loss"] is None and learner.history[-1]["diverged"] == len(federation.seen)
+
+
+def test_keep_after_is_the_rule_of_the_authors_code(model, federation):
+    """The mean loss of all meta-steps counts for the lambda that the round leads to."""
+    config = replace(EAGER, keep="after", rounds=3, fraction=1.0, meta_steps=2)
+    learner = FedL2P(model, config).fit(federation.seen, runner=Runner(1))
+    losses = [r["val_loss"] for r in learner.history]
+    assert len(losses) == 3 and "final" not in learner.history[-1]
+    states = [r.state for r in fedavg(learn_client, learner.model, config, untrained(model, config).state_dict(), federation.seen, 3, 1.0, runner=Runner(1))]
+    best = states[losses.index(min(losses))]
+    assert all(torch.equal(t, best[name]) for name, t in learner.metanets.state_dict().items())
+    lowest = FedL2P(model, replace(config, keep="lowest")).fit(federation.seen, runner=Runner(1)).history
+    assert losses[0] != lowest[0]["val_loss"]
+
+
+# --- bad clients do not keep the others from learning (review E3) ---------------------------------------------
+
+
+@pytest.mark.parametrize("keep", ["lowest", "paired"])
+@pytest.mark.parametrize("bad", [1, 6])
+def test_some_of_twenty_diverge_and_the_others_learn(model, keep, bad):
+    people = digits_federation(20, 5, size=20).seen
+    wild = [replace(c, id=f"wild-{i}", train=Data(c.train.x * 1e12, c.train.y), val=Data(c.val.x * 1e12, c.val.y)) for i, c in enumerate(people[:bad])]
+    config = replace(EAGER, rounds=2, fraction=1.0, keep=keep, learn="lr", beta=0.0)  # nothing normalises such pixels away
+    with pytest.warns(RuntimeWarning, match="client 'wild-0' is left out: FloatingPointError"):
+        learner = FedL2P(model, config).fit([*people[bad:], *wild], runner=Runner(1))
+    assert all(r["diverged"] == bad and len(r["clients"]) == 20 - bad and r["val_loss"] is not None for r in learner.history)
+    alone = FedL2P(model, config).fit(people[bad:], runner=Runner(1))
+    assert same(learner, alone)  # as if they had not been there
+    assert min(map(_loss, learner.history[1:])) < _loss(learner.history[0])
+
+
+def test_a_model_that_is_frozen_as_a_whole_learns_beta(model, federation):
+    frozen = deepcopy(model)
+    frozen.requires_grad_(False)
+    for estimator in ("ift", "fomaml", "unrolled"):
+        config = replace(EAGER, estimator=estimator, rounds=1)
+        learner = FedL2P(frozen, config).fit(federation.seen, runner=Runner(1))
+        start = untrained(frozen, config).state_dict()
+        assert {name.split(".")[0] for name, t in learner.last.items() if not torch.equal(t, start[name])} == {"bn_net"}
+        assert learner.personalize(federation.unseen[0])(federation.unseen[0].test.x).isfinite().all()
+
+
+def test_half_precision_is_refused_at_once(model):
+    with pytest.raises(ValueError, match="^parameters must be float32 or float64"):
+        FedL2P(deepcopy(model).bfloat16())

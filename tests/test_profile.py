@@ -238,3 +238,12 @@ def test_double_models_get_double_profiles(model):
 
     p = profile(copy.deepcopy(model).double(), digits()[0][:10].double())
     assert p.xi.dtype == p.feature_stats.dtype == torch.float64
+
+
+def test_the_size_of_batches_matters_to_untracked_batch_norms_only():  # A9
+    torch.manual_seed(0)
+    x = torch.randn(65, 6) * torch.arange(1, 66)[:, None]
+    for tracked in (True, False):
+        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, track_running_stats=tracked), nn.ReLU(), nn.Linear(8, 3)).eval()
+        whole, parts = profile(model, x, 65).feature_stats, profile(model, x, 32).feature_stats
+        assert torch.allclose(whole, parts, rtol=1e-4) == tracked
