@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Record', 'accuracy_of', 'records', 'layers_of', 'figure', 'colours', 'legend_below', 'plot_strategies', 'sparsity',
-           'frozen', 'plot_sparsity', 'plot_learning', 'plot_course', 'Gain', 'gains', 'mean_gain', 'plot_gains',
-           'plot_accuracy']
+           'frozen', 'plot_sparsity', 'plot_learning', 'plot_course', 'Gain', 'Difference', 'gains', 'mean_gain',
+           'plot_gains', 'plot_accuracy']
 
 # %% ../nbs/11_analysis.ipynb #44386a3f
 import math
@@ -259,10 +259,30 @@ class Gain(NamedTuple):
 
     client: str # id of the client
     domain: str # kind of the client
-    points: float # accuracy gained, in percentage points, mean over seeds
+    by_seed: dict[int | None, float] # seed -> accuracy gained, in percentage points; None is a run without a seed
     n: int # test samples
 
+    @property
+    def points(self) -> float:
+        "Mean over seeds; an error of rounding is no gain."
+        return round(statistics.mean(self.by_seed.values()), 9)
 
+
+class Difference(NamedTuple):
+    "A mean gain and its two errors: over seeds, each a run of learning, and over clients."
+
+    mean: float # percentage points, each client counted once
+    seeds_error: float # standard error of the seeds' mean gains; nan below two seeds
+    clients_error: float # standard error of the clients' gains; nan below two clients
+    n_seeds: int # seeds with a client under both methods
+    n_clients: int # clients that both methods have
+
+    def __str__(self) -> str:
+        "Mean ± error over seeds / error over clients; a dash for an error that is not known."
+        errors = ["—" if math.isnan(e) else f"{e:.1f}" for e in (self.seeds_error, self.clients_error)]
+        return f"{self.mean:+.1f} ± {' / '.join(errors)}"
+
+# %% ../nbs/11_analysis.ipynb #61cb034c
 def gains(
     results: Sequence[Record], # records of all methods, perhaps of several seeds
     method: str, # id of the method in question
@@ -271,24 +291,28 @@ def gains(
 ) -> list[Gain]: # the largest first
     "Each client's accuracy under one method, less that under another."
     bases = {(r["client"], r.get("seed")): r for r in results if (r["method"], r["pool"]) == (base, pool)}
-    first = dict[str, Record]()
-    points = dict[str, list[float]]()
+    gained = dict[str, Gain]()
     for r in results:
         other = bases.get((r["client"], r.get("seed")))
         if other and (r["method"], r["pool"]) == (method, pool):
-            first.setdefault(r["client"], r)
-            points.setdefault(r["client"], []).append(100 * (accuracy_of(r) - accuracy_of(other)))
-    means = {id: round(statistics.mean(values), 9) for id, values in points.items()}  # an error of rounding is no gain
-    return sorted((Gain(id, r["domain"], means[id], r["n"]) for id, r in first.items()), key=lambda g: -g.points)
+            own = gained.setdefault(r["client"], Gain(r["client"], r["domain"], {}, r["n"]))
+            own.by_seed[r.get("seed")] = 100 * (accuracy_of(r) - accuracy_of(other))
+    return sorted(gained.values(), key=lambda g: -g.points)
+
+
+def _error(values: Sequence[float]) -> float:
+    "Standard error of a mean; nan below two values."
+    return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else math.nan
 
 
 def mean_gain(
     gained: Sequence[Gain], # gains of clients, from `gains`
-) -> tuple[float, float]: # mean in percentage points, and its standard error; nan where clients are too few
+) -> Difference: # its mean is nan if there are no clients
     "What the clients gained on average, each counted once."
-    points = [g.points for g in gained]
+    points, seeds = [g.points for g in gained], dict.fromkeys(seed for g in gained for seed in g.by_seed)
+    of_seeds = [statistics.mean(g.by_seed[seed] for g in gained if seed in g.by_seed) for seed in seeds]
     mean = statistics.mean(points) if points else math.nan
-    return mean, statistics.stdev(points) / len(points) ** 0.5 if len(points) > 1 else math.nan
+    return Difference(mean, _error(of_seeds), _error(points), len(seeds), len(points))
 
 # %% ../nbs/11_analysis.ipynb #68729364
 def plot_gains(

@@ -106,7 +106,7 @@ def _accuracy(case: Case) -> list:
     if not rows:
         return notes
     bars = plot_accuracy({METHODS.get(method, method): row for method, row in rows.items()})
-    about = "Test accuracy in percent, mean ± standard deviation over seeds."
+    about = "Test accuracy in percent, mean ± standard deviation over seeds; no ±: one seed, or the same in each."
     return [accuracy_table(rows), about, *notes, ("Which method is best?", bars)]
 
 
@@ -117,10 +117,10 @@ def _gains(case: Case) -> list:
         by_client = gains(case.records, case.main, base, pool)
         if not by_client or base == case.main:
             continue
-        mean, error = mean_gain(by_client)
+        gain = mean_gain(by_client)
         name = f"{case.name} less {METHODS[base]}"
-        over = f"(mean and standard error over {len(by_client)} clients)"
-        parts.append(f"{name}, {pool} clients: {mean:+.1f} ± {error:.1f} points {over}.")
+        over = f"(mean ± standard error over seeds / over clients; seeds: {gain.n_seeds}, clients: {gain.n_clients})"
+        parts.append(f"{name}, {pool} clients: {gain} points {over}.")
         if any(g.points for g in by_client):
             question = f"Who gained over {METHODS[base]}, and who lost? ({pool} clients)"
             parts.append((question, plot_gains(by_client, f"{name}, {pool}")))
@@ -192,8 +192,7 @@ def _clusters(case: Case) -> list:
             parts.append((question, plot_maps(rows, domains)))
     for pool in ("seen", "unseen"):
         if by_client := gains(case.records, case.main, f"{case.main}-mean", pool):
-            mean, error = mean_gain(by_client)
-            gain = f"{pool} clients gain {mean:+.1f} ± {error:.1f} points"
+            gain = f"{pool} clients gain {mean_gain(by_client)} points (± standard error over seeds / over clients)"
             parts.append(f"With inputs of their own instead of the mean client's, {gain}.")
     return parts
 

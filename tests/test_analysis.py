@@ -1,5 +1,7 @@
 """Records and pictures: known answers, and cases at the edge."""
 
+import math
+
 import matplotlib
 import pytest
 import torch
@@ -79,10 +81,28 @@ def test_gains_know_pools_and_seeds():
     assert gains(results, "x", "y") == [] and gains(results, "x", "nobody", "unseen") == []
 
 
-def test_mean_gain_of_few_clients_has_no_error():
-    assert mean_gain([])[0] != mean_gain([])[0]
-    mean, error = mean_gain([Gain("a", "", 3.0, 1)])
-    assert mean == 3.0 and error != error
+def test_mean_gain_of_few_has_no_error():
+    nothing = mean_gain([])
+    assert math.isnan(nothing.mean) and nothing[3:] == (0, 0)
+    alone = mean_gain([Gain("a", "", {0: 3.0}, 1)])
+    assert alone.mean == 3.0 and math.isnan(alone.seeds_error) and math.isnan(alone.clients_error) and str(alone) == "+3.0 ± — / —"
+    one_seed = mean_gain([Gain("a", "", {None: 3.0}, 1), Gain("b", "", {None: -1.0}, 1)])
+    assert math.isnan(one_seed.seeds_error) and one_seed.clients_error == pytest.approx(2.0) and one_seed[3:] == (1, 2)
+    one_client = mean_gain([Gain("a", "", {0: 3.0, 1: 5.0}, 1)])
+    assert one_client.seeds_error == pytest.approx(1.0) and str(one_client) == "+4.0 ± 1.0 / —"
+
+
+def test_errors_over_seeds_and_over_clients():
+    """By hand; the second seed has other clients. Clients: 2, (0 + 4) / 2 and 8; seeds: 1 and 6."""
+    found = mean_gain([Gain("c", "", {1: 8.0}, 1), Gain("a", "", {0: 2.0}, 1), Gain("b", "", {0: 0.0, 1: 4.0}, 1)])
+    assert found == pytest.approx((4.0, 2.5, 2.0, 2, 3)) and str(found) == "+4.0 ± 2.5 / 2.0"
+
+
+def test_a_gain_is_the_mean_over_its_seeds():
+    assert Gain("a", "", {0: 100 / 3, 1: 100 / 3, 2: -200 / 3}, 3).points == 0.0  # an error of rounding is no gain
+    both = [record() | {"method": m, "right": r, "seed": s} for m, r, s in (("x", 9, 0), ("y", 4, 0), ("x", 4, 1), ("y", 5, 1))]
+    [gain] = gains(both, "x", "y")
+    assert gain.by_seed == pytest.approx({0: 50.0, 1: -10.0}) and gain.points == 20.0
 
 
 def test_colours_do_not_depend_on_the_order():
@@ -103,7 +123,7 @@ def test_pictures_at_the_edge():
     assert losses.get_ylabel() == "validation loss" and losses.lines[0].get_ydata()[1] == 1.0 and losses.get_ylim()[0] == 0
     less = plot_learning({("m", 0): [{"round": 1, "val_loss": 1.0, "start_loss": 2.0}]}).axes[0]
     assert "less untrained" in less.get_ylabel() and less.lines[0].get_ydata().tolist() == [-1.0]
-    assert "0 better, 1 the same, 1 worse" in plot_gains([Gain("a", "", 0.0, 1), Gain("b", "x", -3.0, 1)]).axes[0].get_xlabel()
+    assert "0 better, 1 the same, 1 worse" in plot_gains([Gain("a", "", {0: 0.0}, 1), Gain("b", "x", {0: -3.0}, 1)]).axes[0].get_xlabel()
     bars = plot_accuracy({"m": {"seen": [0.5, float("nan")]}, "n": {"unseen": [0.1]}, "nothing": {}}).axes[0].patches
     assert [bar.get_width() for bar in bars] == [0.5, 0.1]
     matplotlib.pyplot.close("all")

@@ -137,7 +137,7 @@ def test_ctrl_c_twice_does_not_hang(tmp_path, gap):
 def test_the_folder(unbroken):
     out, said = unbroken
     table, _, seeds = (out / "table.md").read_text().partition("\n\n")
-    assert table in said and seeds.endswith("over the seeds 3.\n") and "FT (BN I), best rate" in table
+    assert table in said and seeds.endswith("one seed, 3, so no ±.\n") and "FT (BN I), best rate" in table
     records = [json.loads(line) for line in (out / "clients.jsonl").read_text().splitlines()]
     assert list(dict.fromkeys(r["method"] for r in records)) == PLAIN + LEARNED
     assert all(0 <= r["right"] <= r["n"] and r["seed"] == 3 for r in records)

@@ -8,7 +8,17 @@ from fedl2p.cli import main
 from fedl2p.core import markdown, write_json
 from fedl2p.studies.published import Condition
 from fedl2p.studies.runs import Cell
-from fedl2p.studies.tables import accuracy_table, collect, comparison, read_cell, results, study_table, summarise
+from fedl2p.studies.tables import (
+    accuracy_table,
+    collect,
+    comparison,
+    paired,
+    read_cell,
+    results,
+    sampling_error,
+    study_table,
+    summarise,
+)
 
 SPEECH = Condition("speech", None, 5, "fedavg")
 
@@ -46,11 +56,12 @@ def test_table_numbers(tmp_path):
     assert by_condition[SPEECH]["ft-c"] == {0: 50.0, 1: 70.0} and by_condition[unseen]["ft-c"] == {0: 40.0, 1: 40.0}
     assert all(math.isnan(by_condition[condition]["fedl2p"][0]) for condition in (SPEECH, unseen))
     text = markdown(study_table("speech", "small", tmp_path))
-    assert "| 5 | seen | ours | 25.0 ± 7.1 | **60.0 ± 14.1** | — | — | — | diverges | 90.0 (1) |" in text
-    assert "| 5 | unseen | ours | 10.0 ± 0.0 | **40.0 ± 0.0** |" in text
+    assert "| 5 | seen | ours | 25.0 ± 7.1 | **60.0 ± 14.1** | — | — | — | diverges | 90.0 (1) | 10.0 |" in text
+    assert "| 5 | unseen | ours | 10.0 | **40.0** | — | — | — | diverges | 90.0 (1) | 10.0 |" in text  # nothing depends on the seed
+    assert "± 0.0" not in text.replace("± 0.00", "")  # which is the paper's
     assert "87.77 ± 0.47" in text  # the paper's, right below, as printed
     by_pairs = comparison("speech", "small", tmp_path, "ft-c", ("none",))
-    assert "| speech, fedavg, e 5 | +35.0 ± 0.0 | 2 |" in markdown(by_pairs)  # (30 + 40) / 2 on both clients
+    assert "| speech, fedavg, e 5 | +35.0 ± 5.0 / 0.0 | 2 | 2 |" in markdown(by_pairs)  # seeds: 30 and 40; clients: 35 and 35
 
 
 def test_cells_of_older_versions(tmp_path):
@@ -76,7 +87,7 @@ def test_clients_of_other_seeds_are_other_clients(tmp_path):
     names = {r["client"] for cell in results(tmp_path, "small") for r in cell["clients"]}
     assert names == {f"c{i} of seed {seed}" for i in (0, 1) for seed in (0, 1)}
     [row] = comparison("speech", "small", tmp_path, "ft-c", ("none",)).rows
-    assert row == ["speech, fedavg, e 5", "+12.5 ± 4.8", "4"]  # of 0, 20, 10 and 20 points
+    assert row == ["speech, fedavg, e 5", "+12.5 ± 2.5 / 4.8", "2", "4"]  # clients: 0, 20, 10 and 20 points; seeds: 10 and 15
 
 
 def test_a_row_of_a_method_has_a_value_for_each_seed():
@@ -91,3 +102,68 @@ def test_table_without_an_unseen_pool():
     rows = summarise([{"method": "A", "pool": "seen", "seed": 0, "right": 1, "n": 2}])
     assert markdown(accuracy_table(rows)).splitlines()[2] == "| A | 50.0 |"
     assert accuracy_table(rows, {"A": "a label"}).rows == [["a label", "50.0"]]
+
+
+def test_clients_of_a_seed_share_what_was_learned(tmp_path):
+    """Means by seed of -2.5, +0.3 and -0.3 points are an error of 0.85 over seeds, however much the clients of a seed agree."""
+    for seed, right in enumerate((475, 503, 497)):
+        clients = [{"client": f"c{i}", "pool": "seen", "domain": "", "n": 1000} for i in (0, 1)]
+        write_cell(tmp_path, "fedl2p", seed, {"seen": []}, clients=[c | {"right": right} for c in clients])
+        write_cell(tmp_path, "fedl2p-start", seed, {"seen": []}, clients=[c | {"right": 500} for c in clients])
+    found = paired(results(tmp_path, "small"), SPEECH, "fedl2p", "fedl2p-start")
+    assert found == pytest.approx((-2.5 / 3, ((6.43 - 2.5**2 / 3) / 2 / 3) ** 0.5, 0.0, 3, 2), abs=1e-6)
+    assert str(found) == "-0.8 ± 0.9 / 0.0"
+    [row] = comparison("speech", "small", tmp_path, others=("fedl2p-start",)).rows
+    assert row == ["speech, fedavg, e 5", "-0.8 ± 0.9 / 0.0", "3", "2"]
+
+
+def test_seeds_may_score_other_clients(tmp_path):
+    """Each client counts once in the mean, each seed once in its error."""
+    for seed, rights in enumerate(({"c0": 6, "c1": 5}, {"c1": 9, "c2": 9})):
+        clients = [{"client": name, "pool": "seen", "domain": "", "n": 10} for name in rights]
+        write_cell(tmp_path, "ft-c", seed, {"seen": []}, clients=[c | {"right": rights[c["client"]]} for c in clients])
+        write_cell(tmp_path, "none", seed, {"seen": []}, clients=[c | {"right": 5} for c in clients])
+    found = paired(results(tmp_path, "small"), SPEECH, "ft-c", "none")
+    # clients gain 10, (0 + 40) / 2 and 40 points; seeds 5 and 40
+    assert found == pytest.approx((70 / 3, 17.5, (1400 / 3 / 2 / 3) ** 0.5, 2, 3))
+
+
+def test_one_seed_or_one_client_has_no_error(tmp_path):
+    write_cell(tmp_path, "ft-c", 0, {"seen": [7], "unseen": [4, 6]})
+    write_cell(tmp_path, "none", 0, {"seen": [5], "unseen": [4, 4]})
+    seen, unseen = comparison("speech", "small", tmp_path, "ft-c", ("none",)).rows
+    assert seen[1:] == ["+20.0 ± — / —", "1", "1"] and unseen[1:] == ["+10.0 ± — / 10.0", "1", "2"]
+    table = study_table("speech", "small", tmp_path, ["none", "ft-c"], run_only=True)
+    assert table.head[-1] == "test set ±"
+    assert [row[-3:] for row in table.rows if "ours" in row] == [["50.0", "**70.0**", "—"], ["40.0", "**50.0**", "10.0"]]
+    assert "One seed only: speech, fedavg, e 5; speech, fedavg, e 5, unseen." in table.notes[1]
+    write_cell(tmp_path, "ft-c", 1, {"seen": [7], "unseen": [4, 7]})
+    write_cell(tmp_path, "none", 1, {"seen": [5], "unseen": [4, 4]})
+    table = study_table("speech", "small", tmp_path, ["none", "ft-c"], run_only=True)
+    assert [row[-3:-1] for row in table.rows if "ours" in row] == [["50.0", "**70.0**"], ["40.0", "**52.5 ± 3.5**"]]
+    assert "One seed" not in table.notes[1]
+    write_cell(tmp_path, "fedl2p", 1, {"seen": [7], "unseen": [4, 7]})
+    seen, _ = comparison("speech", "small", tmp_path, "ft-c", ("none", "fedl2p")).rows
+    assert seen[1:] == ["+20.0 ± 0.0 / —", "+0.0 ± — / —", "1 to 2", "1"]
+
+
+def test_sampling_error_of_a_test_set():
+    """Clients are what is drawn: of 10 and 30 samples, 9 and 15 right, with residuals of 3 about a share of 0.6."""
+    a, b = {"client": "a", "right": 9, "n": 10}, {"client": "b", "right": 15, "n": 30}
+    assert sampling_error([a, b]) == pytest.approx(100 * (2 * 18) ** 0.5 / 40)
+    seeds = [a | {"right": 8}, a | {"right": 10}, b | {"right": 15}]  # a in two seeds, with the mean of before
+    assert sampling_error(seeds) == pytest.approx(sampling_error([a, b]))
+    assert sampling_error([a, a]) is None and sampling_error([]) is None
+    assert sampling_error([a, b | {"right": 27}]) == 0  # the same share for both
+
+
+@pytest.mark.parametrize(("more", "note"), [
+    ({}, "speech: data and pretrained model are those of seed 0 in every seed: the SD is that of learning and fine-tuning alone."),
+    ({"new_clients": False, "settings": {"scored": None}}, "every seed: the SD is that of learning and fine-tuning alone."),
+    ({"settings": {"scored": 2}}, "those of seed 0 in every seed, but each scores other clients: the SD contains that draw."),
+    ({"new_clients": True}, "speech: each seed has clients and a pretrained model of its own: the SD contains both."),
+])
+def test_notes_say_what_the_deviation_is_made_of(tmp_path, more, note):
+    for seed in (0, 1):
+        write_cell(tmp_path, "none", seed, {"seen": [4, 6]}, **more)
+    assert note in study_table("speech", "small", tmp_path).notes[-1]

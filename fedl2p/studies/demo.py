@@ -126,6 +126,14 @@ def run_demo(
     return write_results(demo.out, [read_cell(job.path) for job in todo])
 
 
+def _about(seeds: list[int]) -> str:
+    "What the numbers of the table are."
+    if len(seeds) == 1:
+        return f"Test accuracy in percent; one seed, {seeds[0]}, so no ±."
+    return (f"Test accuracy in percent: mean ± standard deviation over the seeds {', '.join(map(str, seeds))}. Each "
+            "has clients and a pretrained model of its own: the deviation contains the draw of both, and of the test set.")
+
+
 def write_results(
     out: Path, # folder for results
     cells: list[Json], # from `read_cell`
@@ -136,8 +144,7 @@ def write_results(
     records = [r for cell in cells for r in cell["clients"]]
     rows, seeds = summarise(records), dict.fromkeys(cell["seed"] for cell in cells)
     table = accuracy_table(rows, {method: _label(method) for method in rows})
-    over = f"Test accuracy in percent: mean and standard deviation over the seeds {', '.join(map(str, seeds))}."
-    write_file(out / "table.md", markdown(table._replace(notes=[over])).encode())
+    write_file(out / "table.md", markdown(table._replace(notes=[_about(list(seeds))])).encode())
     write_file(out / "clients.jsonl", "".join(json.dumps(r, allow_nan=False) + "\n" for r in records).encode())
     last = {cell["method"]: cell for cell in cells}
     main = next((c for c in last.values() if "last" in c), last["fedl2p-start"])
