@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from fedl2p.bn import mix_bn
 from fedl2p.checkpoint import fingerprint
@@ -91,6 +92,10 @@ def test_a_checkpoint_of_version_0_1_0_goes_on(clients, tmp_path):
     again = pretrain(model, clients, recipe, Runner(1, progress=watch), tmp_path / "p")
     assert equal(whole, again) and went == [("pretraining by fedavg", 2, 1)]
     assert settings.keys() - asdict(recipe).keys() == {"model and clients"}  # what a recipe has, in the same words
+    for change, match in [({"train_on": "train+val"}, "train_on was 'train' and is 'train[+]val'"), ({"delta": 0.01}, "delta was 0.001 and is 0.01")]:
+        save_tensors(tmp_path / "p", middle[0], header)
+        with pytest.raises(ValueError, match=f"other settings: {match};"):
+            pretrain(model, clients, replace(recipe, **change), Runner(1), tmp_path / "p")
 
 
 def test_a_transport_gets_the_tasks_of_each_round(clients):
@@ -120,6 +125,97 @@ def test_pretraining_by_hand(clients):
         torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-6)
 
 
+class Tied(nn.Module):
+    """Two layers that share a weight, and the second one a bias of its own."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.second.weight = self.first.weight
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.second(torch.tanh(self.first(x.flatten(1))))))
+
+
+class Scaled(nn.Module):
+    """Its scale and its counter are buffers that `state_dict` leaves out; the counter moves in training."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(64, 10)
+        self.register_buffer("scale", torch.tensor(0.5), persistent=False)
+        self.register_buffer("steps", torch.tensor(0), persistent=False)
+
+    def forward(self, x):
+        if self.training:
+            self.steps += 1
+        return self.head(x.flatten(1) * self.scale)
+
+
+@pytest.mark.parametrize("network", [Tied, Scaled])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_shared_weights_and_buffers_that_are_not_kept(network, workers, clients, tmp_path):
+    """Two clients, one batch each, one round: the mean of two steps of SGD; then a second round from the file."""
+    pair = [replace(clients[0], train=clients[0].train[:30]), replace(clients[1], train=clients[1].train[:10])]
+    recipe = Recipe(fraction=1.0, rounds=1, lr=0.05, drops=())
+    ours = pretrain(network(), pair, recipe, Runner(workers))
+    stepped = []
+    for c in pair:
+        model = network().train()
+        F.cross_entropy(model(c.train.x), c.train.y).backward()
+        torch.optim.SGD(model.parameters(), lr=0.05).step()
+        stepped.append(model)
+    start, (a, b) = dict(network().named_parameters()), (dict(m.named_parameters()) for m in stepped)
+    for name, value in ours.named_parameters():
+        torch.testing.assert_close(value, 0.75 * a[name] + 0.25 * b[name], rtol=1e-4, atol=1e-6)
+        assert not torch.equal(value, start[name])
+    assert [(name, t.item()) for name, t in ours.named_buffers()] == [(name, t.item()) for name, t in stepped[0].named_buffers()]
+    if network is Tied:
+        assert ours.second.weight is ours.first.weight
+    longer = replace(recipe, rounds=2)
+    whole = pretrain(network(), pair, longer, Runner(workers))
+    pretrain(network(), pair, longer, Runner(workers, progress=lambda rounds, title, total, done: iter([next(rounds)])), tmp_path / "p")
+    again = pretrain(network(), pair, longer, Runner(workers), tmp_path / "p")
+    assert equal(whole, again) and [t.item() for t in again.buffers()] == [t.item() for t in whole.buffers()]
+
+
+@pytest.mark.parametrize("method", get_args(Pretraining))
+def test_validation_samples_can_train_too(method, clients):
+    """Training on both parts is training on a client whose training samples are both."""
+    client, both = clients[0], replace(clients[0], train=clients[0].train + clients[0].val)
+    model = small_cnn(width=4)
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    ours = train_client(model, Recipe(method, train_on="train+val"), state, client, 1)
+    by_hand = train_client(model, Recipe(method), state, both, 1)
+    assert len(client.val) > 0 and ours.weight == by_hand.weight == len(client.train) + len(client.val)
+    assert all(torch.equal(t, by_hand.state[name]) for name, t in ours.state.items())
+    alone = replace(client, val=client.val[:0])  # a client of one sample has nothing to validate by
+    ours, by_hand = (train_client(model, Recipe(method, train_on=parts), state, alone, 1) for parts in ("train+val", "train"))
+    assert ours.weight == by_hand.weight == len(client.train)
+    assert all(torch.equal(t, by_hand.state[name]) for name, t in ours.state.items())
+
+
+def test_validation_samples_are_checked_if_they_train(clients):
+    broken = replace(clients[0], val=replace(clients[0].val, y=clients[0].val.y + 10))
+    model = small_cnn(width=4)
+    train_client(model, Recipe(), model.state_dict(), broken, 1)
+    with pytest.raises(ValueError, match="val.y must be in"):
+        train_client(model, Recipe(train_on="train+val"), model.state_dict(), broken, 1)
+
+
+def test_delta_is_part_of_the_recipe(clients):
+    """The width of the difference reaches the step: a wide one gives other weights, a narrow one nearly the same."""
+    model = Tied().double()  # smooth: with ReLU, the difference depends on jumps
+    client = replace(clients[0], train=replace(clients[0].train, x=clients[0].train.x.double()))
+    state = dict(model.named_parameters())
+    weights = [train_client(model, Recipe("perfedavg", inner_lr=0.1, delta=delta), state, client, 1).state["first.weight"] for delta in (1e-3, 1e-4, 1.0)]
+    near, far = ((w - weights[0]).norm() for w in weights[1:])
+    assert 0 < near < 0.1 * far
+
+
 def test_fedbabu_leaves_the_head(clients):
     model = pretrain(small_cnn(width=4), clients, Recipe("fedbabu", fraction=0.5, rounds=2), Runner(1))
     start = small_cnn(width=4)
@@ -144,6 +240,19 @@ def test_rates_drop_as_in_the_paper():
     assert [recipe.lr_of(n) for n in (1, 250, 251, 375, 376, 500)] == pytest.approx([0.1, 0.1, 0.01, 0.01, 0.001, 0.001])
     speech = Recipe(final_lr=0.01)
     assert [speech.lr_of(n) for n in (0, 250, 500)] == pytest.approx([0.1, 0.1 / 10**0.5, 0.01])
+
+
+@pytest.mark.parametrize("name, must, values", [
+    ("rounds", ">= 1", [0, -1]), ("epochs", ">= 1", [0]), ("batch_size", ">= 1", [0]),
+    ("lr", "> 0", [0, -1.0, float("nan")]), ("final_lr", "> 0", [0.0, -0.1]), ("inner_lr", "> 0", [0.0]), ("delta", "> 0", [0.0]),
+    ("fraction", "in (0, 1]", [0, 1.1]), ("drops", "all in (0, 1]", [(0.0,), (0.5, 1.5)]),
+    ("train_on", "one of train, train+val", ["val"]),
+])
+def test_wrong_recipes(name, must, values):
+    for value in values:
+        with pytest.raises(ValueError) as error:
+            Recipe(**{name: value})
+        assert str(error.value) == f"{name} must be {must}, got {value!r}"
 
 
 def test_wrong_pretraining(clients):

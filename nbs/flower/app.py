@@ -33,8 +33,10 @@ def main(grid: Grid, context: Context) -> None:
     nodes = Nodes(grid, run["timeout"], Privacy(run["noise"], run["clip"]) if run["noise"] else None)
     clients = nodes.clients(run["nodes"], run["timeout"], out / "clients.json")
     runner = Runner(transport=nodes, progress=bar)
-    recipe = Recipe(rounds=run["pretraining-rounds"], fraction=run["fraction"])
-    model = pretrain(small_cnn(), clients, recipe, runner, out / "pretraining.safetensors")
+    model = small_cnn()
+    if run["pretraining-rounds"]:
+        recipe = Recipe(rounds=run["pretraining-rounds"], fraction=run["fraction"])
+        model = pretrain(model, clients, recipe, runner, out / "pretraining.safetensors")
     config = Config(lr=0.01, epochs=run["epochs"], rounds=run["rounds"], fraction=run["fraction"], estimator=run["estimator"])
     learner = FedL2P(model, config).fit(clients, out, runner)
     if nodes.privacy:  # the best round was chosen by exact losses, which would give away what the noise hides
