@@ -33,14 +33,16 @@ def test_papers_settings(monkeypatch):
         assert (c.batch_size, c.epochs, c.meta_steps) == (32, 15, 3)
         assert (c.meta_lr_bn, c.meta_lr_lr, c.meta_lr_scale, c.clip) == (1e-3, 1e-3, 1e-4, 1.0)
         assert (c.neumann_terms, c.psi, c.hidden) == (3, 0.1, 100)
-        assert (c.estimator, c.scaled, c.statistics) == ("ift", False, "running")
+        assert (c.estimator, c.scaled, c.statistics) == ("ift", False, "zero-one")
+        assert c.personalize_on == ("train+val" if dataset == "cifar10" else "train")
         assert (c.keep, c.hvp, c.learn) == ("lowest", "exact", "both")
-        assert how.scored is None and not how.differs and how.choosing == 10 and not how.new_clients
+        assert how.scored is None and not how.differs and not how.new_clients
         assert how.source == ("cifar10" if dataset == "cifar10c" else None)
     for dataset, final in (("cifar10", None), ("cifar10c", None), ("speech", 0.01)):
         recipe = setting(dataset, "paper", "data").recipe
         assert (recipe.rounds, recipe.epochs, recipe.lr, recipe.final_lr, recipe.fraction) == (500, 1, 0.1, final, 0.1)
         assert final or recipe.drops == (0.5, 0.75)  # rounds 250 and 375
+        assert recipe.train_on == "train+val"  # as the authors' code
     assert setting("office", "paper", "data").recipe is None
     asked = {}
     for name in ("cifar10", "cifar10c", "office", "domainnet", "speech"):
@@ -86,7 +88,7 @@ def test_digits_are_the_demo():
     how = setting("digits", "small", "nowhere")
     assert (how.config.lr, how.config.epochs, how.config.rounds, how.config.fraction) == (0.01, 5, 15, 0.2)
     assert (how.recipe.method, how.recipe.rounds, how.recipe.fraction) == ("fedavg", 50, 0.5)
-    assert how.choosing is None and how.new_clients and how.source is None and how.scored is None
+    assert how.new_clients and how.source is None and how.scored is None
     everybody = how.clients(0.5, 1)
     assert [len(pool) for pool in (everybody.pretraining, everybody.seen, everybody.unseen)] == [20, 20, 10]
     assert how.model(0)(everybody.seen[0].train.x[:2]).shape == (2, 10)

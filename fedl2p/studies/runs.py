@@ -32,6 +32,7 @@ from fedl2p.client import (
     profile_of,
     score_all,
     score_strategies,
+    upgraded,
     with_state,
 )
 from ..clusters import mean_strategy
@@ -51,8 +52,11 @@ OUR_METHODS = {
     "ft-c-best": "FT (BN C), best rate",
     "ft-g-best": "FT (BN G), best rate",
     "ft-i-best": "FT (BN I), best rate",
+    "ft-c-precise": "FT (BN C), precise statistics",
+    "ft-c-precise-best": "FT (BN C), precise statistics, best rate",
     "fedl2p-start": "FedL2P before learning",
     "fedl2p-mean": "FedL2P, mean inputs",
+    "fedl2p-precise": "FedL2P (precise statistics)",
     "fedl2p-standard": "FedL2P (standardised inputs)",
     "fedl2p-scaled": "FedL2P (factor ψ, ψ=0.01)",
     "fedl2p-unrolled": "FedL2P (exact hypergradient)",
@@ -69,6 +73,7 @@ LEARNED: dict[str, Json] = { # settings that make a variant of FedL2P
     "fedl2p-lr-c": {"learn": "lr", "beta": 1.0},
     "fedl2p-lr-g": {"learn": "lr", "beta": 0.0},
     "fedl2p-start": {},
+    "fedl2p-precise": {"statistics": "precise"},
     "fedl2p-standard": {"inputs": "standard"},
     "fedl2p-scaled": {"scaled": True, "psi": 0.01},
     "fedl2p-unrolled": {"estimator": "unrolled"},
@@ -168,6 +173,8 @@ class Job(NamedTuple):
         "Settings of the method."
         twice = {"hvp": "central"} if self.machine.compile else {}  # a compiled network can be differentiated once
         own = {**twice, **LEARNED.get(learned_by(self.cell.method), {})}
+        if self.cell.method.startswith("ft-"):  # ordinary fine-tuning, unless the name says otherwise
+            own["statistics"] = "precise" if "-precise" in self.cell.method else "pretrained"
         return replace(self.how.config, epochs=self.cell.condition.epochs, seed=self.cell.seed, **own)
 
     @property
@@ -259,10 +266,10 @@ def _results(job: Job, model: nn.Module, everybody: Federation) -> Json:
         return [by_name[""] for by_name in scored]
 
     if not (policy_of := learned_by(method)):
-        name, more["lr"] = method.removesuffix("-best"), config.lr
-        if name != method:
-            choosing = drawn(seen, how.choosing, seed)
-            kept["chosen"] = more["lr"] = choose_rate(model, name, choosing, config, job.titled(": rates"))
+        name, more["lr"] = method.removesuffix("-best").removesuffix("-precise"), config.lr
+        if method.endswith("-best"):  # by all who learn a policy, not only those who are scored
+            kept["grid"] = list(GRID)
+            kept["chosen"] = more["lr"] = choose_rate(model, name, everybody.seen, config, job.titled(": rates"))
         results = under(baselines(model, more["lr"])[name])
     else:
         learner = FedL2P(model, config)
@@ -375,7 +382,7 @@ def run_cell(
     job.path.parent.mkdir(parents=True, exist_ok=True)
     content = load_or_make(job.path, lambda: _filled(job))
     now = {**_settings(job), "amp": job.machine.amp}
-    before = {**asdict(Config()), **content["settings"], "amp": content["machine"]["amp"]}
+    before = {**upgraded(content["settings"]), "amp": content["machine"]["amp"]}
     if now["recipe"] and before["recipe"]:  # older files do not say all of it
         before["recipe"] = {**now["recipe"], **before["recipe"]}
     if changes := changed(before, now):

@@ -20,7 +20,7 @@ from ..data import Client, Federation
 from ..digits import digits_federation, small_cnn
 from ..pretraining import Recipe
 from .corruptions import CORRUPTIONS
-from .datasets import cifar10, cifar10c, domainnet, office, speech
+from .datasets import CIFAR_MEAN, CIFAR_STD, cifar10, cifar10c, domainnet, office, speech
 from .models import Stem, imagenet_resnet18, resnet18, small_resnet
 
 # %% ../../nbs/studies/settings.ipynb #4f81595b
@@ -37,7 +37,6 @@ class Setting:
     config: Config # settings of FedL2P and of fine-tuning
     recipe: Recipe | None # how the network is pretrained; None if it comes pretrained
     scored: int | None = None # so many of the seen clients are scored, the same for all methods; None is all
-    choosing: int | None = 10 # so many of the scored clients choose the best rates of the baselines; None is all
     new_clients: bool = False # each seed deals new clients and pretrains a model of its own; else all have seed 0's
     source: str | None = None # data set whose model, pretrained at alpha 1000, is used instead of an own one
     differs: str = "" # differences from the paper, in words
@@ -72,23 +71,25 @@ def _smoke(paper: Setting, stem: Stem, classes: int = 10, **changes: Any) -> Set
 # %% ../../nbs/studies/settings.ipynb #7fce844c
 def _cifar10(root: Path) -> list[Setting]:
     "CIFAR-10 at scale paper, small and smoke."
-    recipe = Recipe(augment="crop-flip")
+    black = tuple(-mean / std for mean, std in zip(CIFAR_MEAN, CIFAR_STD, strict=True))  # after normalising
+    recipe = Recipe(augment="crop-flip", fill=black, train_on="train+val")
     paper = Setting(
         clients=_deal(cifar10, root, 1000),
         model=partial(resnet18, "cifar", 10),
-        config=replace(PAPER, augment="crop-flip"),
+        config=replace(PAPER, augment="crop-flip", fill=black),
         recipe=recipe,
     )
     small = replace(
         paper,
         clients=_deal(cifar10, root, 200, test_size=50),
         model=lambda seed: small_resnet("cifar", stride=2, seed=seed),
-        config=replace(paper.config, lr=1e-2, rounds=10, fraction=0.03, keep="paired"),
-        recipe=replace(recipe, rounds=300, epochs=3, fraction=0.05),
+        config=replace(paper.config, lr=1e-2, rounds=10, fraction=0.03, keep="paired", fill=(0.0,)),
+        recipe=replace(recipe, rounds=300, epochs=3, fraction=0.05, fill=(0.0,), train_on="train"),
         scored=30,
         differs="ResNet of 3 blocks and 8 to 32 channels at half resolution; 200 clients of 50 images, 6 in a round, "
         "10 rounds (300 of pretraining, 10 clients with 3 epochs each); initial rate 1e-2; 30 clients scored, "
-        "50 test images each, other clients in each seed, which makes up most of the SD; best lambda by paired loss",
+        "50 test images each, other clients in each seed; best lambda by paired loss; pretraining on training samples "
+        "alone; shifted images padded with the mean colour",
     )
     return [paper, small, _smoke(paper, "cifar", clients=_deal(cifar10, root, 4, size=10, test_size=5), scored=2)]
 
@@ -100,13 +101,14 @@ def _cifar10c(root: Path) -> list[Setting]:
         for base in _cifar10(root)
     )
     return [
-        replace(paper, clients=_deal(cifar10c, root, 25)),
+        replace(paper, clients=_deal(cifar10c, root, 25), config=replace(paper.config, personalize_on="train")),
         replace(
             small,
             clients=_deal(cifar10c, root, 5, size=62, own=True),
             config=replace(small.config, fraction=0.12),
             differs="corruptions of our own making; 50 clients of 62 images, 6 in a round, 10 rounds, all scored; "
-            "network and pretraining as for cifar10",
+            "network and pretraining as for cifar10; clients are tested after fine-tuning on training and validation "
+            "samples",
         ),
         replace(smoke, clients=_deal(cifar10c, root, 2, size=20, corruptions=CORRUPTIONS[:2], own=True)),
     ]
@@ -119,16 +121,16 @@ def _office(root: Path) -> list[Setting]:
     paper = Setting(
         clients=lambda alpha, seed: _federation(office(root, seed)),
         model=partial(imagenet_resnet18, 10),
-        config=replace(PAPER, lr=1e-2, rounds=100, fraction=1.0, patience=100),
+        config=replace(PAPER, lr=1e-2, rounds=100, fraction=1.0, patience=100, personalize_on="train"),
         recipe=None,
     )
     small = replace(
         paper,
         clients=lambda alpha, seed: _federation(office(root, seed, pixels=64)),
         model=partial(imagenet_resnet18, 10, weights=backbone),
-        config=replace(paper.config, rounds=5, hvp="forward"),
+        config=replace(paper.config, rounds=5, hvp="forward", personalize_on="train+val"),
         differs=f"{'fp16-derived ImageNet backbone; ' if backbone else ''}images of 64 pixels a side; 5 rounds; "
-        "second derivatives by differences",
+        "second derivatives by differences; clients are tested after fine-tuning on training and validation samples",
     )
     smoke = _smoke(paper, "imagenet", clients=lambda alpha, seed: _federation(office(root, seed, pixels=32)))
     return [paper, small, smoke]
@@ -151,22 +153,22 @@ def _domainnet(root: Path) -> list[Setting]:
 # %% ../../nbs/studies/settings.ipynb #6d402751
 def _speech(root: Path) -> list[Setting]:
     "Speech Commands at scale paper, small and smoke."
-    recipe = Recipe(final_lr=0.01)
+    recipe = Recipe(final_lr=0.01, train_on="train+val")
     paper = Setting(
         clients=lambda alpha, seed: _federation(*speech(root, 250, 50, seed)),
         model=partial(resnet18, "speech", 12),
-        config=replace(PAPER, lr=1e-2, rounds=100),
+        config=replace(PAPER, lr=1e-2, rounds=100, personalize_on="train"),
         recipe=recipe,
     )
     small = replace(
         paper,
         clients=lambda alpha, seed: _federation(*speech(root, 64, 16, seed)),
         model=lambda seed: small_resnet("speech", 12, seed=seed),
-        config=replace(paper.config, rounds=10, keep="paired"),
-        recipe=replace(recipe, rounds=300, epochs=3),
+        config=replace(paper.config, rounds=10, keep="paired", personalize_on="train+val"),
+        recipe=replace(recipe, rounds=300, epochs=3, train_on="train"),
         differs="ResNet of 3 blocks and 8 to 32 channels; 64 seen and 16 unseen speakers with 30 clips each; "
-        "6 clients in a round, 10 rounds (300 of pretraining, 6 clients with 3 epochs each); "
-        "best lambda by paired loss",
+        "6 clients in a round, 10 rounds (300 of pretraining, 6 clients with 3 epochs each, on training samples "
+        "alone); best lambda by paired loss; clients are tested after fine-tuning on training and validation samples",
     )
     smoke = _smoke(paper, "speech", 12, clients=lambda alpha, seed: _federation(*speech(root, 3, 2, seed)))
     return [paper, small, smoke]
@@ -177,7 +179,6 @@ DIGITS = Setting(
     model=lambda seed: small_cnn(seed=seed),
     config=Config(lr=0.01, epochs=5, rounds=15, fraction=0.2),
     recipe=Recipe(rounds=50, fraction=0.5),
-    choosing=None,
     new_clients=True,
 )
 
