@@ -6,6 +6,7 @@
 __all__ = ['Progress', 'Task', 'Failure', 'Outcome', 'attempt', 'quiet', 'bar', 'Runner']
 
 # %% ../nbs/library/runner.ipynb #0b6cc140
+import atexit
 import io
 import os
 import pickle
@@ -79,7 +80,7 @@ def attempt(
     finally:
         torch.set_num_threads(threads)
 
-# %% ../nbs/library/runner.ipynb #6260a0b9
+# %% ../nbs/library/runner.ipynb #06e82f44
 def _rebuild(array: np.ndarray, kind: type, requires_grad: bool) -> Tensor:
     tensor = torch.from_numpy(array)
     return nn.Parameter(tensor, requires_grad) if kind is nn.Parameter else tensor.requires_grad_(requires_grad)
@@ -101,7 +102,7 @@ def _pack(thing: Any) -> bytes:
     _Pickler(stream, protocol=5).dump(thing)
     return stream.getvalue()
 
-# %% ../nbs/library/runner.ipynb #c3320a76
+# %% ../nbs/library/runner.ipynb #4ffb7178
 def _message(data: bytes) -> bytes:
     return len(data).to_bytes(8, "little") + data
 
@@ -152,7 +153,7 @@ def _serve(parent: int) -> None:
             answer = _answer(common, *message)
     os._exit(0)  # threads that the work has left behind do not keep it
 
-# %% ../nbs/library/runner.ipynb #54b17eb9
+# %% ../nbs/library/runner.ipynb #1df01f3b
 _START = 300.0  # seconds that a process may take to start, before the time of its first task begins
 
 
@@ -203,7 +204,7 @@ class _Worker:
         self.stdin.close()
         self.stdout.close()
 
-# %% ../nbs/library/runner.ipynb #1d8efcc8
+# %% ../nbs/library/runner.ipynb #59ed6257
 _idle: list[_Worker] = []  # those that have nothing to do
 
 
@@ -245,7 +246,7 @@ def _unpack(worker: _Worker, answer: bytearray) -> Outcome:
     _idle.append(worker)
     return read.value
 
-# %% ../nbs/library/runner.ipynb #3c60b288
+# %% ../nbs/library/runner.ipynb #b28fd9c6
 def _hire() -> _Worker:
     while _idle:
         worker = _idle.pop()
@@ -253,6 +254,12 @@ def _hire() -> _Worker:
             return worker
         worker.end()
     return _Worker()
+
+
+@atexit.register
+def _retire() -> None:
+    while _idle:
+        _idle.pop().end()
 
 
 def _wait(workers: Iterable[_Worker]) -> None:

@@ -171,18 +171,12 @@ def test_an_endless_client_is_late_and_the_others_are_not(tmp_path):
 
 def test_only_its_own_time_is_charged_to_a_client():
     """Not the start of its process, not the time in the queue, not what is done with the answers of others."""
-    retire()
+    pool._retire()
     values = []
     for outcome in Runner(1, limit=1.5).run_all(tasks(slow, 3)):
         values.append(outcome.value)
         time.sleep(1.2)
     assert values == [0, 1, 2]
-
-
-def retire():
-    """The next run starts new processes."""
-    while pool._idle:
-        pool._idle.pop().end()
 
 
 @pytest.mark.parametrize("limit", [0, -1.0, float("nan")])
@@ -271,7 +265,7 @@ def test_a_fork_has_workers_of_its_own():
 
 
 def test_a_worker_without_work_ends(monkeypatch):
-    retire()
+    pool._retire()
     monkeypatch.setattr(pool._Worker, "program", pool._Worker.program.replace("import _serve", "import _serve, __dict__ as names; names['_IDLE'] = 0.3"))
     (first,) = Runner(1).run_all(tasks(process, 1))
     wait_until(lambda: not running(first.value))
