@@ -80,7 +80,7 @@ def attempt(
     finally:
         torch.set_num_threads(threads)
 
-# %% ../nbs/library/runner.ipynb #06e82f44
+# %% ../nbs/library/runner.ipynb #53ba2e2e
 def _rebuild(array: np.ndarray, kind: type, requires_grad: bool) -> Tensor:
     tensor = torch.from_numpy(array)
     return nn.Parameter(tensor, requires_grad) if kind is nn.Parameter else tensor.requires_grad_(requires_grad)
@@ -102,7 +102,7 @@ def _pack(thing: Any) -> bytes:
     _Pickler(stream, protocol=5).dump(thing)
     return stream.getvalue()
 
-# %% ../nbs/library/runner.ipynb #4ffb7178
+# %% ../nbs/library/runner.ipynb #f59a0994
 def _message(data: bytes) -> bytes:
     return len(data).to_bytes(8, "little") + data
 
@@ -153,7 +153,7 @@ def _serve(parent: int) -> None:
             answer = _answer(common, *message)
     os._exit(0)  # threads that the work has left behind do not keep it
 
-# %% ../nbs/library/runner.ipynb #1df01f3b
+# %% ../nbs/library/runner.ipynb #60731cda
 _START = 300.0  # seconds that a process may take to start, before the time of its first task begins
 
 
@@ -204,7 +204,7 @@ class _Worker:
         self.stdin.close()
         self.stdout.close()
 
-# %% ../nbs/library/runner.ipynb #59ed6257
+# %% ../nbs/library/runner.ipynb #e3c3a09c
 _idle: list[_Worker] = []  # those that have nothing to do
 
 
@@ -246,7 +246,7 @@ def _unpack(worker: _Worker, answer: bytearray) -> Outcome:
     _idle.append(worker)
     return read.value
 
-# %% ../nbs/library/runner.ipynb #b28fd9c6
+# %% ../nbs/library/runner.ipynb #57d89950
 def _hire() -> _Worker:
     while _idle:
         worker = _idle.pop()
