@@ -222,7 +222,7 @@ def mean_strategy(
 ) -> Strategy: # the same for everybody
     "The strategy that a policy makes for the mean of some clients' inputs."
     config = learner.config
-    known = score_all(_inputs, learner.model, config, None, clients, Runner(1), "inputs of all clients")
+    known = score_all(_inputs, learner.model, config, None, clients, Runner(0), "inputs of all clients")
     mean = Profile(*(torch.stack([getattr(p, field) for p in known]).mean(0) for field in ("xi", "feature_stats")))
     with torch.no_grad():
         return policy(learner.metanets, mean, config)

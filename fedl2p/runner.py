@@ -6,19 +6,22 @@
 __all__ = ['Progress', 'Task', 'Failure', 'Outcome', 'attempt', 'quiet', 'bar', 'Runner']
 
 # %% ../nbs/library/runner.ipynb #0b6cc140
+import atexit
 import io
 import os
 import pickle
+import select
 import signal
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from subprocess import PIPE, Popen, TimeoutExpired
+from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -48,7 +51,8 @@ class Task(NamedTuple):
 class Failure(NamedTuple):
     "Why there is no result."
 
-    kind: Literal["diverged", "raised", "died", "refused"] # not finite, another error, no process left, unusable
+    # Not finite, another error, no process left, over the time limit, an answer that cannot be used.
+    kind: Literal["diverged", "raised", "died", "late", "refused"]
     reason: str
 
 
@@ -61,19 +65,22 @@ class Outcome(NamedTuple):
 
 def attempt(
     function: Callable[[], Any],
+    stoppable: bool = True, # a KeyboardInterrupt passes through, since it comes from somebody at the keyboard
 ) -> Outcome:
-    "Call a function with one thread; an error becomes a failure."
+    "Call a function with one thread; an error becomes a failure, also one that would end the program."
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         return Outcome(function())
-    except Exception as error:
+    except BaseException as error:
+        if stoppable and isinstance(error, KeyboardInterrupt):
+            raise
         diverged = isinstance(error, FloatingPointError)
         return Outcome(None, Failure("diverged" if diverged else "raised", f"{type(error).__name__}: {error}"))
     finally:
         torch.set_num_threads(threads)
 
-# %% ../nbs/library/runner.ipynb #218094cb
+# %% ../nbs/library/runner.ipynb #53ba2e2e
 def _rebuild(array: np.ndarray, kind: type, requires_grad: bool) -> Tensor:
     tensor = torch.from_numpy(array)
     return nn.Parameter(tensor, requires_grad) if kind is nn.Parameter else tensor.requires_grad_(requires_grad)
@@ -95,68 +102,216 @@ def _pack(thing: Any) -> bytes:
     _Pickler(stream, protocol=5).dump(thing)
     return stream.getvalue()
 
+# %% ../nbs/library/runner.ipynb #f59a0994
+def _message(data: bytes) -> bytes:
+    return len(data).to_bytes(8, "little") + data
 
-_latest: dict[bytes, tuple] = {}  # in a worker: the last function, model and settings
+
+def _read(stream: BinaryIO) -> bytes: # empty at the end of the stream
+    return stream.read(int.from_bytes(stream.read(8), "little"))
 
 
-def _serve(common: bytes, own: bytes) -> bytes:
-    "What a worker process does with the two halves of a task."
-    if common not in _latest:
-        _latest.clear()
-        _latest[common] = pickle.loads(common)
-    return _pack(attempt(Task(*_latest[common], *pickle.loads(own)).run))
+def _answer(common: list, shared: bytes, own: bytes) -> bytes:
+    "Do a task, of which `common` keeps the half that tasks share; whatever the work raises is an answer."
 
-# %% ../nbs/library/runner.ipynb #41b50a57
-def _start_worker(parent: int) -> None:
-    "Ctrl-C reaches every process of a terminal, but only the parent should answer; and no worker should outlive it."
+    def work() -> Any:
+        if shared:
+            common[:] = pickle.loads(shared)
+        return Task(*common, *pickle.loads(own)).run()
+
+    packed = attempt(lambda: _pack(attempt(work, stoppable=False)), stoppable=False)
+    return packed.value or _pack(packed)  # what cannot be packed is a failure, too
+
+
+def _follow(parent: int) -> None:
+    "End this process, and what it has started, when its parent is gone."
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+_IDLE = 30.0  # seconds after which a worker without work ends
+
+
+def _serve(parent: int) -> None:
+    "What a worker does: answer one task after another, until no more come."
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_follow, args=(parent,), daemon=True).start()
+    source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the work takes no part in this conversation:
+    os.dup2(2, 1)  # it reads nothing, and what it prints goes to standard error
+    torch.set_num_threads(1)
+    common: list = []
+    answer = b""  # the first says that the process has started
+    with suppress(OSError):  # nobody reads
+        while True:
+            sink.write(_message(answer))
+            sink.flush()
+            message = select.select([source], [], [], _IDLE)[0] and (_read(source), _read(source))
+            if not message or not message[1]:  # nobody writes
+                break
+            answer = _answer(common, *message)
+    os._exit(0)  # threads that the work has left behind do not keep it
 
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+# %% ../nbs/library/runner.ipynb #60731cda
+_START = 300.0  # seconds that a process may take to start, before the time of its first task begins
 
 
-def _in_processes(tasks: Sequence[Task], workers: int) -> Iterator[Outcome]:
-    from joblib.externals.loky import get_reusable_executor
+class _Worker:
+    "The parent's side of a process that does one task after another."
 
-    todo: deque[Task] = deque(tasks)
-    flying: deque[tuple[Task, Future]] = deque()
+    program = "import sys; sys.path[:] = sys.argv[2:]; from fedl2p.runner import _serve; _serve(int(sys.argv[1]))"
+
+    def __init__(self) -> None:
+        self.home = os.getpid(), *sys.path
+        command = [sys.executable, "-u", "-c", self.program, *map(str, self.home)]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.process = Popen(command, bufsize=0, stdin=PIPE, stdout=PIPE, env=env, process_group=0)
+        self.stdin, self.stdout = cast(BinaryIO, self.process.stdin), cast(BinaryIO, self.process.stdout)
+        os.set_blocking(self.stdin.fileno(), False)
+        os.set_blocking(self.stdout.fileno(), False)
+        self.common, self.unsent, self.got = b"", memoryview(b""), bytearray()
+        self.started, self.limit = False, 0.0
+        self.until = 0.0  # when its answer must be there; without work, when it is too late for a new task
+
+    def usable(self) -> bool:
+        "Whether it can be given a task; a fork has copies of its parent's workers, which it must leave alone."
+        return self.home == (os.getpid(), *sys.path) and time.monotonic() < self.until and self.process.poll() is None
+
+    def send(self, common: bytes, own: bytes, limit: float) -> None:
+        "Give it a task."
+        shared = b"" if common == self.common else common
+        self.common, self.unsent = common, memoryview(_message(shared) + _message(own))
+        self.limit, self.until = limit, time.monotonic() + (limit if self.started else _START)
+        self.write()
+
+    def write(self) -> None:
+        try:
+            while self.unsent:
+                self.unsent = self.unsent[os.write(self.stdin.fileno(), self.unsent) :]
+        except BlockingIOError:
+            pass
+        except OSError:  # nobody reads: `_look` will see why
+            self.unsent = self.unsent[:0]
+
+    def end(self) -> None:
+        "Kill it, and what it has started."
+        if self.home[0] == os.getpid():
+            with suppress(OSError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            with suppress(TimeoutExpired):
+                self.process.wait(5)
+        self.stdin.close()
+        self.stdout.close()
+
+# %% ../nbs/library/runner.ipynb #e3c3a09c
+_idle: list[_Worker] = []  # those that have nothing to do
+
+
+def _look(worker: _Worker) -> Outcome | None:
+    "What came of a worker's task, or None while it is at work. Afterwards the worker is free, or it is ended."
+    gone, chunk = worker.process.poll() is not None, b""
+    worker.write()
+    with suppress(BlockingIOError):
+        chunk = os.read(worker.stdout.fileno(), 1 << 16)
+        gone = gone or not chunk
+    worker.got += chunk
+    end, now = 8 + int.from_bytes(worker.got[:8], "little"), time.monotonic()
+    if len(worker.got) >= end:
+        answer, worker.got = worker.got[8:end], worker.got[end:]
+        if worker.started:
+            return _unpack(worker, answer)
+        worker.started, worker.until = True, now + worker.limit
+        return _look(worker)  # the answer may be here, too
+    if gone and not chunk:
+        failure = Failure("died", "its process died, perhaps for want of memory")
+    elif now < worker.until:
+        return None
+    elif worker.started:
+        failure = Failure("late", f"took longer than {worker.limit:g} s, the limit")
+    else:
+        failure = Failure("died", f"its process did not start in {_START:g} s")
+    worker.end()
+    return Outcome(None, failure)
+
+
+def _unpack(worker: _Worker, answer: bytearray) -> Outcome:
+    read = attempt(partial(pickle.loads, answer))
+    if read.failure:  # who knows what else is in the pipe
+        worker.end()
+        return read
+    if read.value.failure:  # the worker may have unpacked only a part of what tasks share, or changed it: send it again
+        worker.common = b""
+    worker.until = time.monotonic() + _IDLE - 5
+    _idle.append(worker)
+    return read.value
+
+# %% ../nbs/library/runner.ipynb #57d89950
+def _hire() -> _Worker:
+    while _idle:
+        worker = _idle.pop()
+        if worker.usable():
+            return worker
+        worker.end()
+    return _Worker()
+
+
+@atexit.register
+def _retire() -> None:
+    while _idle:
+        _idle.pop().end()
+
+
+def _wait(workers: Iterable[_Worker]) -> None:
+    "Until one of them gives or takes something, but not for long: a process may be gone without a sign."
+    events = select.poll()
+    for worker in workers:
+        events.register(worker.stdout, select.POLLIN)
+        if worker.unsent:
+            events.register(worker.stdin, select.POLLOUT)
+    events.poll(200)  # milliseconds
+
+
+def _in_processes(tasks: Sequence[Task], workers: int, limit: float | None) -> Iterator[Outcome]:
+    todo, again, given = deque(range(len(tasks))), set[int](), 0
+    busy: dict[_Worker, int] = {}
+    done: dict[int, Outcome] = {}
     packed: dict[tuple, bytes] = {}
-    # The same pool in every call, or a new one if a process died. Workers without work end after some seconds:
-    # a process that was forked (as by nbdev_test) waits for them when it ends.
-    start = {"initializer": _start_worker, "initargs": (os.getpid(),), "env": {"OMP_NUM_THREADS": "1"}}
-    pool = partial(get_reusable_executor, workers, timeout=15, **start)
 
-    def submit(task: Task) -> Future:
+    def begin(number: int) -> None:
+        task = tasks[number]
         common = tuple(map(id, task[:3]))
         if common not in packed:
             packed.clear()
             packed[common] = _pack(task[:3])
-        return pool().submit(_serve, packed[common], _pack(task[3:]))
+        own = _pack(task[3:])
+        worker = _Worker() if number in again else _hire()
+        busy[worker] = number
+        worker.send(packed[common], own, float("inf") if limit is None else limit)
 
-    while todo or flying:
-        try:
-            while todo and len(flying) < 2 * workers:
-                flying.append((todo[0], submit(todo[0])))
-                todo.popleft()
-            outcome = pickle.loads(flying[0][1].result())
-        except BrokenProcessPool:
-            for task, _ in flying:
-                try:
-                    yield pickle.loads(submit(task).result())
-                except BrokenProcessPool:
-                    yield Outcome(None, Failure("died", "its process died, perhaps for want of memory"))
-            flying.clear()
-        except BaseException:  # work that has begun will end, which is safer than to kill it
-            for _, future in flying:
-                future.cancel()
-            raise
-        else:
-            flying.popleft()
-            yield outcome
+    try:
+        while given < len(tasks):
+            while todo and len(busy) < workers and todo[0] < given + 2 * workers:
+                begin(todo.popleft())
+            if given in done:
+                paused = time.monotonic()
+                yield done.pop(given)
+                given += 1
+                for worker in busy:
+                    worker.until += time.monotonic() - paused
+                continue
+            _wait(busy)
+            for worker, number in list(busy.items()):
+                if outcome := _look(worker):
+                    del busy[worker]
+                    if outcome.failure and outcome.failure.kind == "died" and number not in again:
+                        again.add(number)
+                        todo.appendleft(number)
+                    else:
+                        done[number] = outcome
+    finally:  # an error, Ctrl-C, or nobody wants the rest
+        for worker in busy:
+            worker.end()
 
 # %% ../nbs/library/runner.ipynb #ef699f88
 Progress = Callable[[Iterator, str, int, int], Iterator]
@@ -176,9 +331,14 @@ def bar(items: Iterator, title: str, total: int, done: int) -> Iterator:
 class Runner:
     "Who does the clients' work, and who watches."
 
-    workers: int | None = None # processes; None is one for each core, or one if the model is on a GPU
+    workers: int | None = None # processes; 0: this one, which work can then end or block; None: one a core, 0 on a GPU
     transport: Callable[[Sequence[Task]], Iterator[Outcome]] | None = None # None: processes on this machine
     progress: Progress = quiet # shows how far it is; `bar` is tqdm's
+    limit: float | None = 3600.0 # seconds that a task may take in another process; None is no limit
+
+    def __post_init__(self):
+        require(self.workers is None or self.workers >= 0, "workers", ">= 0", self.workers)
+        require(self.limit is None or self.limit > 0, "limit", "> 0", self.limit)
 
     def run_all(
         self,
@@ -190,9 +350,8 @@ class Runner:
         workers = self.workers
         if workers is None:  # processes share cores well and a GPU badly
             on_gpu = any(task.model is not None and device_of(task.model).type != "cpu" for task in tasks[:1])
-            workers = 1 if on_gpu else cores()
-        require(workers >= 1, "workers", ">= 1", workers)
-        return _in_processes(tasks, workers) if min(workers, len(tasks)) > 1 else (attempt(t.run) for t in tasks)
+            workers = 0 if on_gpu else cores()
+        return _in_processes(tasks, workers, self.limit) if workers else (attempt(task.run) for task in tasks)
 
     def titled(
         self,

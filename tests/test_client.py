@@ -265,7 +265,7 @@ def test_l2p_uses_only_its_own_client(model, federation):
 
 
 def test_baselines_are_scored_like_policies(model, federation):
-    results = score_all(score_strategies, model, QUICK, baselines(model, 0.05), federation.unseen, Runner(1))
+    results = score_all(score_strategies, model, QUICK, baselines(model, 0.05), federation.unseen, Runner(0))
     assert [set(r) for r in results] == [{"none", "ft-c", "ft-g", "ft-i"}] * 5
     assert {f.name for f in fields(Config)} == set(asdict(Config()))
 
@@ -334,4 +334,4 @@ def test_scores_by_a_transport_and_their_progress(model, federation):
 def test_no_scores_at_all_is_an_error(model, federation):
     empty = [replace(c, train=c.train[:0]) for c in federation.unseen]
     with pytest.warns(RuntimeWarning, match="train is empty"), pytest.raises(RuntimeError, match="^all 5 clients failed; see the warnings$"):
-        score_all(score_strategies, model, QUICK, baselines(model, 0.05), empty, Runner(1))
+        score_all(score_strategies, model, QUICK, baselines(model, 0.05), empty, Runner(0))

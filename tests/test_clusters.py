@@ -109,7 +109,7 @@ def test_the_mean_of_equal_clients_is_each_of_them(model, federation):
 
 
 def test_standardised_inputs_have_mean_0_and_deviation_1(model, federation):
-    learner = FedL2P(model, STANDARD).fit(federation.seen, runner=Runner(1))
+    learner = FedL2P(model, STANDARD).fit(federation.seen, runner=Runner(0))
     known = [profile_of(model, STANDARD, c.train, (0,)) for c in federation.seen]
     inputs = torch.stack([torch.cat([p.xi, p.feature_stats]) for p in known])
     torch.testing.assert_close(learner.metanets.center, inputs.mean(0))
@@ -126,13 +126,13 @@ def test_a_run_with_standardised_inputs_goes_on(model, federation, tmp_path):
                 raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        FedL2P(model, STANDARD).fit(federation.seen, tmp_path, Runner(1, progress=stopped))
-    parts = FedL2P(model, STANDARD).fit(federation.seen, tmp_path, Runner(1))
+        FedL2P(model, STANDARD).fit(federation.seen, tmp_path, Runner(0, progress=stopped))
+    parts = FedL2P(model, STANDARD).fit(federation.seen, tmp_path, Runner(0))
     assert equal(parts.last, whole.last) and equal(parts.metanets.state_dict(), whole.metanets.state_dict())
 
 
 def test_a_policy_keeps_what_it_compares_with(model, federation, tmp_path):
-    learner = FedL2P(model, STANDARD).fit(federation.seen, runner=Runner(1))
+    learner = FedL2P(model, STANDARD).fit(federation.seen, runner=Runner(0))
     learner.save(tmp_path / "policy")
     loaded = FedL2P.load(model, tmp_path / "policy")
     assert equal(loaded.metanets.state_dict(), learner.metanets.state_dict())
@@ -147,14 +147,14 @@ def test_a_policy_from_before_the_option_is_raw(model, tmp_path):
 
 
 def test_a_client_from_elsewhere_gets_a_strategy_within_reason(model, federation):
-    learner = FedL2P(model, STANDARD).fit(federation.seen, runner=Runner(1))
+    learner = FedL2P(model, STANDARD).fit(federation.seen, runner=Runner(0))
     strange = Profile(torch.full((3,), 1e6), torch.full((14,), -1e6))
     assert learner.metanets(strange).eta.abs().max() < 1.0
 
 
 def test_pairs_are_compared_with_untrained_nets_that_see_the_same(model, federation):
     config = replace(STANDARD, keep="paired", meta_lr_bn=0.0, meta_lr_lr=0.0, meta_lr_scale=0.0)
-    learner = FedL2P(model, config).fit(federation.seen, runner=Runner(1))
+    learner = FedL2P(model, config).fit(federation.seen, runner=Runner(0))
     assert [r["start_loss"] for r in learner.history] == [r["val_loss"] for r in learner.history]
     state = {name: t.clone() for name, t in learner.metanets.state_dict().items()}
     state["center"] += 100.0  # untrained nets with another idea of the mean say something else
@@ -166,7 +166,7 @@ def test_pairs_are_compared_with_untrained_nets_that_see_the_same(model, federat
 def test_a_client_that_cannot_describe_itself_is_left_out(model, federation):
     broken = replace(federation.seen[0], train=federation.seen[0].train[:0])
     with pytest.warns(RuntimeWarning, match="is left out"):
-        learner = FedL2P(model, STANDARD).fit([broken, *federation.seen[1:]], runner=Runner(1))
+        learner = FedL2P(model, STANDARD).fit([broken, *federation.seen[1:]], runner=Runner(0))
     assert learner.metanets.deviation.isfinite().all()
 
 

@@ -60,7 +60,7 @@ def alive(session: int) -> list[int]:
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
     out = tmp_path_factory.mktemp("demo") / "unbroken"
-    process = start(out, "--workers", "1")
+    process = start(out, "--workers", "0")
     said, log = process.communicate(timeout=300)
     assert process.returncode == 0, log
     return out, said
@@ -169,10 +169,10 @@ def test_another_seed_goes_into_the_same_folder(unbroken, capsys):
     out, _ = unbroken
     before = {p: p.stat().st_mtime_ns for p in (out / "digits").rglob("*") if p.is_file()}
     old = (out / "clients.jsonl").read_text()
-    assert main(["demo", *SMALL, "--out", str(out), "--seeds", "3", "4", "--workers", "1"]) == 0
+    assert main(["demo", *SMALL, "--out", str(out), "--seeds", "3", "4", "--workers", "0"]) == 0
     assert before == {p: p.stat().st_mtime_ns for p in before}
     assert "±" in (out / "table.md").read_text() and (out / "clients.jsonl").read_text().startswith(old)
-    assert main(["demo", *SMALL, "--out", str(out), "--workers", "1"]) == 0  # as it was
+    assert main(["demo", *SMALL, "--out", str(out), "--workers", "0"]) == 0  # as it was
 
 
 def test_folders_that_cannot_be_used(tmp_path, capsys):
@@ -224,7 +224,7 @@ def test_an_empty_start_with_other_settings_is_forgotten(tmp_path):
 
 def test_demo_without_unseen_clients(tmp_path):
     config = Config(lr=0.01, epochs=1, rounds=1, fraction=0.4, meta_steps=1)
-    demo = Demo(config, seeds=(0,), clients=5, unseen=0, pretraining_rounds=1, out=tmp_path / "o", workers=1, more_estimators=())
+    demo = Demo(config, seeds=(0,), clients=5, unseen=0, pretraining_rounds=1, out=tmp_path / "o", workers=0, more_estimators=())
     table = run_demo(demo)
     assert table.head == ["method", "seen clients"] and table.rows[0][0] == "no fine-tuning"
     assert run_demo(replace(demo, workers=2)) == table

@@ -65,14 +65,14 @@ def test_sample():
 
 def test_any_order_and_any_number_of_workers_give_the_same():
     people = friends()
-    orders = [(people, 1), (people[::-1], 1), (people, 2), (people[::-1], 3)]
+    orders = [(people, 0), (people[::-1], 1), (people, 2), (people[::-1], 3)]
     ends = [list(run(order, 5, 0.5, runner=Runner(workers)))[-1].state["w"] for order, workers in orders]
     assert all(torch.equal(e, ends[0]) for e in ends)
 
 
 def test_a_run_that_goes_on_equals_an_unbroken_one():
-    whole = list(run(friends(), 6, 0.5, runner=Runner(1)))
-    rest = list(run(friends(), 6, 0.5, state=whole[2].state, runner=Runner(1), done=3))
+    whole = list(run(friends(), 6, 0.5, runner=Runner(0)))
+    rest = list(run(friends(), 6, 0.5, state=whole[2].state, runner=Runner(0), done=3))
     assert [r.number for r in rest] == [4, 5, 6] and torch.equal(rest[-1].state["w"], whole[-1].state["w"])
 
 
@@ -84,7 +84,7 @@ def test_the_work_gets_model_settings_state_client_and_number():
         return step(*fields)
 
     people, state = friends(), {"w": torch.zeros(1)}
-    first, second = fedavg(work, "model", "settings", state, people, 2, 0.5, seed=7, runner=Runner(1))
+    first, second = fedavg(work, "model", "settings", state, people, 2, 0.5, seed=7, runner=Runner(0))
     ids = [sample([c.id for c in people], 0.5, 7, number) for number in (1, 2)]
     assert [(m, s, c.id, n) for m, s, _, c, n in came] == [("model", "settings", id, n + 1) for n in (0, 1) for id in ids[n]]
     assert all(fields[2] is state for fields in came[:2]) and all(fields[2] is first.state for fields in came[2:])
@@ -106,7 +106,7 @@ def faulty(model, settings, state, client, number):
 
 
 @pytest.mark.filterwarnings("ignore:round 1")
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [0, 2])
 def test_bad_answers_are_left_out_and_named(workers):
     """With the kind of the failure; a process that dies is in `test_runner`, since it takes some seconds."""
     with pytest.warns(RuntimeWarning, match="client 'c1' is left out: sent w with values that are not finite"):
@@ -142,14 +142,14 @@ def test_a_round():
     state, people = {"w": torch.zeros(1)}, friends(3)
     tasks = [Task(faulty, None, None, state, client, 4) for client in people]
     with pytest.warns(RuntimeWarning) as caught:
-        r = run_round(state, tasks, 4, Runner(1))
+        r = run_round(state, tasks, 4, Runner(0))
     assert [str(w.message) for w in caught] == [
         "round 4: client 'c1' is left out: sent w with values that are not finite",
         "round 4: client 'c2' is left out: sent w with shape [2] and type torch.float32; the server has [1] and torch.float32"]
     assert isinstance(r, Round) and r.number == 4 and r.reports == {"c0": {"id": "c0"}} and list(r.failed) == ["c1", "c2"]
     assert torch.equal(r.state["w"], step(None, None, state, people[0], 4).state["w"])
     with pytest.warns(RuntimeWarning):
-        empty = run_round(state, tasks[1:], 5, Runner(1))
+        empty = run_round(state, tasks[1:], 5, Runner(0))
     assert empty.state is state and empty.reports == {} and list(empty.failed) == ["c1", "c2"]
 
 
@@ -188,7 +188,7 @@ def test_a_round_holds_few_states_at_a_time():
 @pytest.mark.filterwarnings("ignore:round 1")
 def test_all_failing_is_an_error():
     with pytest.raises(RuntimeError, match="round 1: all of its 2 clients failed; the first, 'c1': sent w with values that are not finite") as caught:
-        list(run(friends(3)[1:], 1, 1.0, faulty, runner=Runner(1)))
+        list(run(friends(3)[1:], 1, 1.0, faulty, runner=Runner(0)))
     assert caught.type is RuntimeError
 
 
@@ -198,7 +198,7 @@ def named(model, settings, state, client, number):
 
 
 @pytest.mark.filterwarnings("ignore:round 1")
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [0, 2])
 def test_diverged_is_an_error_of_its_own_if_nothing_else_happened(workers):
     kinds = {"c0": FloatingPointError, "c1": FloatingPointError}
     with pytest.raises(Diverged, match="all of its 2 clients failed; the first, 'c0': FloatingPointError"):
@@ -214,7 +214,7 @@ def test_a_round_without_an_answer_is_not_the_end():
     people = [friends(1)[0], *friends(3)[1:]]
     rounds = []
     with pytest.raises(RuntimeError, match="all of its 1 clients failed"):
-        for r in run(people, 400, 0.3, faulty, {"w": torch.ones(1)}, runner=Runner(1)):
+        for r in run(people, 400, 0.3, faulty, {"w": torch.ones(1)}, runner=Runner(0)):
             rounds.append(r)
     empty = [r for r in rounds if not r.reports]
     assert empty and len(rounds) > len(empty) and all(len(r.failed) == 1 for r in empty)
@@ -234,7 +234,7 @@ def test_so_many_empty_rounds_in_a_row_are_the_end(limit, monkeypatch):
     for answers in ([], [limit]):  # an answer in the last moment, and the count starts anew
         rounds, last = [], sum(answers) + limit
         with pytest.raises(RuntimeError, match=f"round {last}: all of its 2 clients failed; the first, .*: ValueError: no time"):
-            for r in fedavg(sometimes, None, answers, {"w": torch.zeros(1)}, friends(), 100, 0.5, runner=Runner(1)):
+            for r in fedavg(sometimes, None, answers, {"w": torch.zeros(1)}, friends(), 100, 0.5, runner=Runner(0)):
                 rounds.append(r)
         assert [r.number for r in rounds if r.reports] == answers and [r.number for r in rounds] == list(range(1, last))
 

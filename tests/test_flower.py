@@ -63,7 +63,7 @@ def here(tmp_path):
 
 def fit(transport, clients, config=QUICK, folder=None, progress=quiet):
     """What is learned by a transport such as `Nodes`; without one, in this process."""
-    return FedL2P(network(), config).fit(clients, folder, Runner(1, transport, progress))
+    return FedL2P(network(), config).fit(clients, folder, Runner(0, transport, progress))
 
 
 def stop_after(n):
@@ -133,10 +133,10 @@ def test_a_simulation_equals_the_loop_in_process(simulated):
     assert simulated["names"] == [c.id for c in clients]
     assert same(simulated["learner"].last, here.last) and same(simulated["learner"].metanets.state_dict(), here.metanets.state_dict())
     assert simulated["learner"].history == lean(here.history, "beta", "eta")
-    for a, b in zip(simulated["scores"], here.score(clients, Runner(1)), strict=True):
+    for a, b in zip(simulated["scores"], here.score(clients, Runner(0)), strict=True):
         assert (a.id, a.domain, a.score) == (b.id, b.domain, b.score)
         assert torch.equal(a.strategy.beta, b.strategy.beta) and torch.equal(a.strategy.eta, b.strategy.eta)
-    assert same(simulated["model"].state_dict(), pretrain(network(), clients, PRETRAINING, Runner(1)).state_dict())
+    assert same(simulated["model"].state_dict(), pretrain(network(), clients, PRETRAINING, Runner(0)).state_dict())
 
 
 def test_the_model_is_sent_once(simulated):
@@ -281,7 +281,7 @@ def test_a_deployment_equals_the_loop_in_process(deployed):
     out, said = deployed
     clients = digits_federation().seen[:2]
     config = Config(lr=0.01, epochs=1, rounds=2, fraction=1.0, estimator="fomaml")
-    runner = Runner(1, without({("clean-1", 2)}))
+    runner = Runner(0, without({("clean-1", 2)}))
     here = FedL2P(small_cnn(), config).fit(clients, runner=runner)
     tensors, _ = load_tensors(out / "checkpoint.safetensors", "fedl2p checkpoint 1")
     assert same({name.removeprefix("now."): t for name, t in tensors.items() if name.startswith("now.")}, here.last)

@@ -41,12 +41,12 @@ def same(a: FedL2P, b: FedL2P) -> bool:
 
 def test_the_same_whatever_the_order_the_workers_and_the_global_state(model, federation):
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    first = FedL2P(model, QUICK).fit(federation.seen, runner=Runner(1))
+    first = FedL2P(model, QUICK).fit(federation.seen, runner=Runner(0))
     assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1] and np.random.get_state()[1].tolist() == states[2]
     torch.manual_seed(99)
     second = FedL2P(model, QUICK).fit(federation.seen[::-1], runner=Runner(2))
     assert same(first, second) and first.history == second.history
-    assert not same(first, FedL2P(model, replace(QUICK, seed=1)).fit(federation.seen, runner=Runner(1)))
+    assert not same(first, FedL2P(model, replace(QUICK, seed=1)).fit(federation.seen, runner=Runner(0)))
     scores = [[r.score for r in first.score(federation.unseen, Runner(w))] for w in (1, 2)]
     assert scores[0] == scores[1]
 
@@ -56,26 +56,26 @@ def test_the_model_is_not_changed(federation):
     before = {k: v.clone() for k, v in plain.state_dict().items()}
     learner = FedL2P(plain, QUICK)
     frozen = fingerprint(learner.model)
-    learner.fit(federation.seen, runner=Runner(1)).personalize(federation.unseen[0])
+    learner.fit(federation.seen, runner=Runner(0)).personalize(federation.unseen[0])
     assert all(torch.equal(v, before[k]) for k, v in plain.state_dict().items())
     assert fingerprint(learner.model) == frozen
 
 
 def test_best_lambda_is_the_one_that_was_sent(model, federation):
-    learner = FedL2P(model, replace(QUICK, rounds=4)).fit(federation.seen, runner=Runner(1))
+    learner = FedL2P(model, replace(QUICK, rounds=4)).fit(federation.seen, runner=Runner(0))
     losses = [r["val_loss"] for r in learner.history]
     best = losses.index(min(losses))
     if best == 0:
         assert same(learner, FedL2P(model, QUICK))
     else:  # what came out of the round before is what was sent
         start = dict(FedL2P(model, QUICK).metanets.state_dict())
-        rounds = list(fedavg(learn_client, learner.model, learner.config, start, federation.seen, best, 0.5, runner=Runner(1)))
+        rounds = list(fedavg(learn_client, learner.model, learner.config, start, federation.seen, best, 0.5, runner=Runner(0)))
         assert all(torch.equal(v, rounds[-1].state[k]) for k, v in learner.metanets.state_dict().items())
 
 
 def test_it_says_when_nothing_was_kept(model, federation):
     with pytest.warns(RuntimeWarning, match="as they were"):
-        learner = FedL2P(model, replace(QUICK, rounds=1)).fit(federation.seen, runner=Runner(1))
+        learner = FedL2P(model, replace(QUICK, rounds=1)).fit(federation.seen, runner=Runner(0))
     assert same(learner, FedL2P(model, QUICK))
 
 
@@ -86,15 +86,15 @@ def test_paired_rule_chooses_by_the_difference():
 
 def test_augmented_learning_does_not_depend_on_workers(model, federation):
     config = replace(QUICK, augment="crop-flip", keep="paired")
-    first, second = (FedL2P(model, config).fit(federation.seen, runner=Runner(n)) for n in (1, 2))
+    first, second = (FedL2P(model, config).fit(federation.seen, runner=Runner(n)) for n in (0, 2))
     assert same(first, second) and first.history == second.history
     client = federation.seen[0]
-    assert torch.equal(first.strategy(client).eta, first.score([client], Runner(1))[0].strategy.eta)
+    assert torch.equal(first.strategy(client).eta, first.score([client], Runner(0))[0].strategy.eta)
 
 
 def test_patience(model, federation):
     still = replace(QUICK, rounds=30, patience=2, meta_lr_bn=0.0, meta_lr_lr=0.0, meta_lr_scale=0.0, fraction=1.0, estimator="fomaml")
-    *losses, last = [r["val_loss"] for r in FedL2P(model, still).fit(federation.seen, runner=Runner(1)).history]
+    *losses, last = [r["val_loss"] for r in FedL2P(model, still).fit(federation.seen, runner=Runner(0)).history]
     assert len(losses) < 30 and losses.index(min(losses)) == len(losses) - 3
 
 
@@ -133,9 +133,9 @@ def test_a_course_keeps_the_lambda_that_was_sent():
 
 
 def test_other_clients_do_not_go_on(model, federation, tmp_path):
-    FedL2P(model, QUICK).fit(federation.seen, tmp_path, Runner(1))
+    FedL2P(model, QUICK).fit(federation.seen, tmp_path, Runner(0))
     with pytest.raises(ValueError, match="model and clients was"):
-        FedL2P(model, QUICK).fit(digits_federation(5, 5, alpha=0.1, size=30).seen, tmp_path, Runner(1))
+        FedL2P(model, QUICK).fit(digits_federation(5, 5, alpha=0.1, size=30).seen, tmp_path, Runner(0))
 
 
 def bad_clients(client: Client) -> dict[str, Client]:
@@ -151,12 +151,12 @@ def test_bad_clients_are_left_out_and_good_ones_learn(model, federation):
     bad = bad_clients(federation.seen[0])
     config = replace(QUICK, fraction=1.0, rounds=1)
     with pytest.warns(RuntimeWarning, match="is left out"):
-        learner = FedL2P(model, config).fit([*federation.seen, *bad.values()], runner=Runner(1))
+        learner = FedL2P(model, config).fit([*federation.seen, *bad.values()], runner=Runner(0))
     failed = learner.history[0]["failed"]
     assert set(failed) == set(bad) and failed["no validation"] == "ValueError: client 'no validation': val is empty"
-    assert same(learner, FedL2P(model, config).fit(federation.seen, runner=Runner(1)))
+    assert same(learner, FedL2P(model, config).fit(federation.seen, runner=Runner(0)))
     with pytest.warns(RuntimeWarning, match="client 'nan' is left out"):
-        good = learner.score([*federation.unseen, bad["nan"]], Runner(1))
+        good = learner.score([*federation.unseen, bad["nan"]], Runner(0))
     assert len(good) == len(federation.unseen)
     for name in ("empty", "labels", "nan"):
         with pytest.raises(ValueError, match="client"):
@@ -167,20 +167,20 @@ def test_bad_clients_are_left_out_and_good_ones_learn(model, federation):
 @pytest.mark.filterwarnings("ignore:round 1")
 def test_only_bad_clients_is_an_error(model, federation):
     with pytest.raises(RuntimeError, match="all of its 4 clients failed"):
-        FedL2P(model, replace(QUICK, fraction=1.0)).fit(list(bad_clients(federation.seen[0]).values()), runner=Runner(1))
+        FedL2P(model, replace(QUICK, fraction=1.0)).fit(list(bad_clients(federation.seen[0]).values()), runner=Runner(0))
 
 
 def test_one_sample_and_one_class_take_part(model, federation):
     client = federation.seen[0]
     single = Client("single", client.train[:1], client.val[:1], client.test[:1])
     one_class = replace(client, id="one class", train=Data(client.train.x, torch.zeros_like(client.train.y)))
-    learner = FedL2P(model, replace(QUICK, fraction=1.0, rounds=1)).fit([single, one_class], runner=Runner(1))
+    learner = FedL2P(model, replace(QUICK, fraction=1.0, rounds=1)).fit([single, one_class], runner=Runner(0))
     assert learner.history[0]["clients"] == ["one class", "single"] and not learner.history[0]["failed"]
 
 
 def test_a_policy_comes_back_from_its_file(model, federation, tmp_path):
     config = replace(QUICK, last=3, learn="lr", beta=1.0)
-    learner = FedL2P(model, config).fit(federation.seen, runner=Runner(1))
+    learner = FedL2P(model, config).fit(federation.seen, runner=Runner(0))
     learner.save(tmp_path / "policy.safetensors")
     again = FedL2P.load(small_cnn(width=4), tmp_path / "policy.safetensors")
     assert same(learner, again) and again.config == config
@@ -246,9 +246,9 @@ def test_policies_of_before_and_after_load_as_far_as_they_are_understood(model, 
 
 def test_a_checkpoint_of_version_0_1_0_goes_on(model, federation, tmp_path):
     """The first round was learned by the old code, which wrote faults as texts; the others are learned now."""
-    whole = FedL2P(model, QUICK).fit(federation.seen, runner=Runner(1))
+    whole = FedL2P(model, QUICK).fit(federation.seen, runner=Runner(0))
     start = deepcopy(untrained(model, QUICK).state_dict())
-    (r,) = fedavg(learn_client, model, QUICK, start, federation.seen, 1, QUICK.fraction, QUICK.seed, Runner(1))
+    (r,) = fedavg(learn_client, model, QUICK, start, federation.seen, 1, QUICK.fraction, QUICK.seed, Runner(0))
     values = {name: [report[name] for report in r.reports.values()] for name in ("val_loss", "beta", "eta")}
     means = {name: torch.tensor(v, dtype=torch.float64).mean(0).tolist() for name, v in values.items()}
     record = {"round": 1, **means, "clients": list(r.reports), "failed": {"ghost": "ValueError: train is empty"}, "diverging": 0}
@@ -263,7 +263,7 @@ def test_a_checkpoint_of_version_0_1_0_goes_on(model, federation, tmp_path):
         shown.append((title, total, done))
         return rounds
 
-    learner = FedL2P(model, QUICK).fit(federation.seen, tmp_path, Runner(1, progress=progress))
+    learner = FedL2P(model, QUICK).fit(federation.seen, tmp_path, Runner(0, progress=progress))
     assert same(learner, whole) and shown == [("learning to personalize (ift)", 3, 1)]
     assert learner.history == [record, *whole.history[1:]] and whole.history[0] == {**record, "failed": {}, "diverged": 0}
     assert all(torch.equal(t, whole.last[name]) for name, t in learner.last.items())
@@ -272,14 +272,14 @@ def test_a_checkpoint_of_version_0_1_0_goes_on(model, federation, tmp_path):
 @pytest.mark.parametrize("inputs", ["raw", "standard"])
 def test_learning_that_was_stopped_goes_on(model, federation, tmp_path, inputs):
     config = replace(QUICK, inputs=inputs, keep="paired")
-    whole = FedL2P(model, config).fit(federation.seen, runner=Runner(1))
+    whole = FedL2P(model, config).fit(federation.seen, runner=Runner(0))
 
     def stop(rounds, title, total, done):
         yield next(rounds)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        FedL2P(model, config).fit(federation.seen, tmp_path, Runner(1, progress=stop))
+        FedL2P(model, config).fit(federation.seen, tmp_path, Runner(0, progress=stop))
     again = FedL2P(model, config).fit(federation.seen[::-1], tmp_path, Runner(2))
     assert same(whole, again) and again.history == whole.history
     assert [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()] == whole.history
@@ -295,30 +295,30 @@ def test_a_transport_does_all_of_the_work(model, federation):
     config = replace(QUICK, inputs="standard", rounds=2)
     there = FedL2P(model, config).fit(federation.seen, runner=Runner(transport=transport))
     scores = [r.score for r in there.score(federation.unseen, Runner(transport=transport))]
-    here = FedL2P(model, config).fit(federation.seen, runner=Runner(1))
-    assert same(here, there) and [r.score for r in here.score(federation.unseen, Runner(1))] == scores
+    here = FedL2P(model, config).fit(federation.seen, runner=Runner(0))
+    assert same(here, there) and [r.score for r in here.score(federation.unseen, Runner(0))] == scores
     expected = [(describe_client, 1, 5), (learn_client, 1, 2), (learn_client, 2, 2), (validate_client, 3, 2), (score_policy, 0, 5)]
     assert [(tasks[0].work, tasks[0].number, len(tasks)) for tasks in came] == expected
     assert all(task.model is there.model and task.settings is config for tasks in came for task in tasks)
 
 
 def test_checkpoint_of_another_model_or_damaged(model, federation, tmp_path):
-    FedL2P(model, QUICK).fit(federation.seen, tmp_path, Runner(1))
+    FedL2P(model, QUICK).fit(federation.seen, tmp_path, Runner(0))
     with pytest.raises(ValueError, match="model and clients was"):
-        FedL2P(small_cnn(width=4, seed=5), QUICK).fit(federation.seen, tmp_path, Runner(1))
+        FedL2P(small_cnn(width=4, seed=5), QUICK).fit(federation.seen, tmp_path, Runner(0))
     assert [json.loads(line)["round"] for line in (tmp_path / "rounds.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
     (tmp_path / "checkpoint.safetensors").write_bytes(b"oops")
     with pytest.raises(ValueError, match="delete the file"):
-        FedL2P(model, QUICK).fit(federation.seen, tmp_path, Runner(1))
+        FedL2P(model, QUICK).fit(federation.seen, tmp_path, Runner(0))
 
 
 def test_a_finished_run_is_not_run_again(model, federation, tmp_path):
-    first = FedL2P(model, QUICK).fit(federation.seen, tmp_path, Runner(1))
+    first = FedL2P(model, QUICK).fit(federation.seen, tmp_path, Runner(0))
 
     def watch(rounds, title, total, done):
         return iter(list(rounds) and pytest.fail("ran again") or ())
 
-    second = FedL2P(model, QUICK).fit(federation.seen, tmp_path, Runner(1, progress=watch))
+    second = FedL2P(model, QUICK).fit(federation.seen, tmp_path, Runner(0, progress=watch))
     assert same(first, second) and first.history == second.history
 
 
@@ -332,16 +332,16 @@ def test_strategy_for_a_client_or_for_data(model, federation):
 
 def test_a_model_without_batch_norm_learns_rates(federation):
     linear = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
-    learner = FedL2P(linear, replace(QUICK, lr=0.1)).fit(federation.seen, runner=Runner(1))
+    learner = FedL2P(linear, replace(QUICK, lr=0.1)).fit(federation.seen, runner=Runner(0))
     assert learner.strategy(federation.unseen[0]).beta.shape == (0,)
-    assert len(learner.score(federation.unseen, Runner(1))) == 5
+    assert len(learner.score(federation.unseen, Runner(0))) == 5
 
 
 def test_a_first_round_without_answers_can_be_kept(model, federation, tmp_path):
     """Then the best lambda is the one that was there, and both are written into one file."""
     wild = replace(QUICK, lr=1e30, fraction=0.5)
     with pytest.raises(Diverged, match="FloatingPointError"), pytest.warns(RuntimeWarning, match="is left out"):
-        FedL2P(model, wild).fit(federation.seen, tmp_path, Runner(1))
+        FedL2P(model, wild).fit(federation.seen, tmp_path, Runner(0))
     records = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
     assert len(records) == EMPTY_ROUNDS - 1 == 2  # the third empty round in a row is an error
     assert all(reason.startswith("FloatingPointError: ") for record in records for reason in record["failed"].values())
@@ -355,7 +355,7 @@ EAGER = replace(QUICK, estimator="unrolled", meta_lr_bn=0.05, meta_lr_lr=0.05, m
 
 def test_one_round_can_learn(model, federation):
     config = replace(EAGER, rounds=1, fraction=1.0, meta_steps=5)
-    learner = FedL2P(model, config).fit(federation.seen, runner=Runner(1))
+    learner = FedL2P(model, config).fit(federation.seen, runner=Runner(0))
     first, last = learner.history
     assert last["final"] and last["round"] == 2 and "final" not in first and last["clients"] == first["clients"]
     assert last["val_loss"] < first["val_loss"]
@@ -375,14 +375,14 @@ def test_the_last_judgement_is_that_of_the_next_round(model, federation):
     """With one round more, that round's losses are what the last judgement said."""
     for keep in ("lowest", "paired"):
         config = replace(QUICK, keep=keep)
-        short = FedL2P(model, config).fit(federation.seen, runner=Runner(1)).history
-        more = FedL2P(model, replace(config, rounds=config.rounds + 1)).fit(federation.seen, runner=Runner(1)).history
+        short = FedL2P(model, config).fit(federation.seen, runner=Runner(0)).history
+        more = FedL2P(model, replace(config, rounds=config.rounds + 1)).fit(federation.seen, runner=Runner(0)).history
         for name in ("val_loss", "clients", "beta", "eta", *(["start_loss"] if keep == "paired" else [])):
             assert short[-1][name] == more[-2][name]
 
 
 def test_a_finished_folder_is_judged_once(model, federation, tmp_path):
-    whole = FedL2P(model, QUICK).fit(federation.seen, tmp_path, Runner(1))
+    whole = FedL2P(model, QUICK).fit(federation.seen, tmp_path, Runner(0))
 
     def refuse(tasks):
         raise AssertionError("nothing is left to do")
@@ -405,13 +405,13 @@ def test_all_diverge_at_the_end(model, federation):
 def test_keep_after_is_the_rule_of_the_authors_code(model, federation):
     """The mean loss of all meta-steps counts for the lambda that the round leads to."""
     config = replace(EAGER, keep="after", rounds=3, fraction=1.0, meta_steps=2)
-    learner = FedL2P(model, config).fit(federation.seen, runner=Runner(1))
+    learner = FedL2P(model, config).fit(federation.seen, runner=Runner(0))
     losses = [r["val_loss"] for r in learner.history]
     assert len(losses) == 3 and "final" not in learner.history[-1]
-    states = [r.state for r in fedavg(learn_client, learner.model, config, untrained(model, config).state_dict(), federation.seen, 3, 1.0, runner=Runner(1))]
+    states = [r.state for r in fedavg(learn_client, learner.model, config, untrained(model, config).state_dict(), federation.seen, 3, 1.0, runner=Runner(0))]
     best = states[losses.index(min(losses))]
     assert all(torch.equal(t, best[name]) for name, t in learner.metanets.state_dict().items())
-    lowest = FedL2P(model, replace(config, keep="lowest")).fit(federation.seen, runner=Runner(1)).history
+    lowest = FedL2P(model, replace(config, keep="lowest")).fit(federation.seen, runner=Runner(0)).history
     assert losses[0] != lowest[0]["val_loss"]
 
 
@@ -425,9 +425,9 @@ def test_some_of_twenty_diverge_and_the_others_learn(model, keep, bad):
     wild = [replace(c, id=f"wild-{i}", train=Data(c.train.x * 1e12, c.train.y), val=Data(c.val.x * 1e12, c.val.y)) for i, c in enumerate(people[:bad])]
     config = replace(EAGER, rounds=2, fraction=1.0, keep=keep, learn="lr", beta=0.0)  # nothing normalises such pixels away
     with pytest.warns(RuntimeWarning, match="client 'wild-0' is left out: FloatingPointError"):
-        learner = FedL2P(model, config).fit([*people[bad:], *wild], runner=Runner(1))
+        learner = FedL2P(model, config).fit([*people[bad:], *wild], runner=Runner(0))
     assert all(r["diverged"] == bad and len(r["clients"]) == 20 - bad and r["val_loss"] is not None for r in learner.history)
-    alone = FedL2P(model, config).fit(people[bad:], runner=Runner(1))
+    alone = FedL2P(model, config).fit(people[bad:], runner=Runner(0))
     assert same(learner, alone)  # as if they had not been there
     assert min(map(_loss, learner.history[1:])) < _loss(learner.history[0])
 
@@ -437,7 +437,7 @@ def test_a_model_that_is_frozen_as_a_whole_learns_beta(model, federation):
     frozen.requires_grad_(False)
     for estimator in ("ift", "fomaml", "unrolled"):
         config = replace(EAGER, estimator=estimator, rounds=1)
-        learner = FedL2P(frozen, config).fit(federation.seen, runner=Runner(1))
+        learner = FedL2P(frozen, config).fit(federation.seen, runner=Runner(0))
         start = untrained(frozen, config).state_dict()
         assert {name.split(".")[0] for name, t in learner.last.items() if not torch.equal(t, start[name])} == {"bn_net"}
         assert learner.personalize(federation.unseen[0])(federation.unseen[0].test.x).isfinite().all()

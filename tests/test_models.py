@@ -65,7 +65,7 @@ def test_one_round_at_the_papers_settings(capsys):
     config = replace(how.config, rounds=1, meta_steps=1, fraction=1.0)  # one hypergradient each; all else as in the paper
     model = mix_bn(how.model(0), verbose=False)
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.time()
-    learner = FedL2P(model, config).fit(clients, runner=Runner(workers=1))
+    learner = FedL2P(model, config).fit(clients, runner=Runner(workers=0))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with capsys.disabled():
         print(f"\nResNet-18, e = {config.epochs}, two clients, one meta-step: {time.time() - start:.0f} s "

@@ -27,16 +27,16 @@ def clients():
 
 
 def test_another_model_or_other_data_do_not_go_on(clients, tmp_path):
-    pretrain(small_cnn(width=4), clients, HALF, Runner(1), tmp_path / "p")
+    pretrain(small_cnn(width=4), clients, HALF, Runner(0), tmp_path / "p")
     other = [replace(clients[0], train=clients[0].train[:20]), *clients[1:]]
     for model, people in [(small_cnn(width=4, seed=1), clients), (small_cnn(width=8), clients), (small_cnn(width=4), other)]:
         with pytest.raises(ValueError, match="model and clients was"):
-            pretrain(model, people, HALF, Runner(1), tmp_path / "p")
+            pretrain(model, people, HALF, Runner(0), tmp_path / "p")
 
 
 def test_perfedavg_moves_statistics_once_a_step(clients):
     client = replace(clients[0], train=clients[0].train[:40])
-    model = pretrain(small_cnn(width=4), [client], Recipe("perfedavg", rounds=1), Runner(1))
+    model = pretrain(small_cnn(width=4), [client], Recipe("perfedavg", rounds=1), Runner(0))
     assert model.bn1.num_batches_tracked == 2
 
 
@@ -47,7 +47,7 @@ def equal(a, b):
 @pytest.mark.parametrize("method", get_args(Pretraining))
 def test_pretraining_goes_on_after_a_stop(method, clients, tmp_path):
     recipe = Recipe(method, rounds=4, fraction=0.5)
-    whole = pretrain(small_cnn(width=4), clients, recipe, Runner(1))
+    whole = pretrain(small_cnn(width=4), clients, recipe, Runner(0))
 
     def stop(rounds, title, total, done):
         for r in rounds:
@@ -56,27 +56,27 @@ def test_pretraining_goes_on_after_a_stop(method, clients, tmp_path):
                 raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        pretrain(small_cnn(width=4), clients, recipe, Runner(1, progress=stop), tmp_path / "p")
+        pretrain(small_cnn(width=4), clients, recipe, Runner(0, progress=stop), tmp_path / "p")
     again = pretrain(small_cnn(width=4), clients[::-1], recipe, Runner(2), tmp_path / "p")
     assert equal(whole, again)
     assert whole.bn1.num_batches_tracked.dtype == torch.int64
     with pytest.raises(ValueError, match="lr was 0.1 and is 0.2"):
-        pretrain(small_cnn(width=4), clients, replace(recipe, lr=0.2), Runner(1), tmp_path / "p")
+        pretrain(small_cnn(width=4), clients, replace(recipe, lr=0.2), Runner(0), tmp_path / "p")
     with pytest.raises(ValueError, match="fraction was 0.5 and is 1.0"):
-        pretrain(small_cnn(width=4), clients, replace(recipe, fraction=1.0), Runner(1), tmp_path / "p")
+        pretrain(small_cnn(width=4), clients, replace(recipe, fraction=1.0), Runner(0), tmp_path / "p")
 
 
 def test_a_checkpoint_of_version_0_1_0_goes_on(clients, tmp_path):
     """Its header, written out by hand; `fraction` was no part of the recipe then."""
     recipe, model = Recipe(rounds=2, fraction=0.5), small_cnn(width=4)
-    whole = pretrain(model, clients, recipe, Runner(1))
+    whole = pretrain(model, clients, recipe, Runner(0))
     middle = []
 
     def stop(rounds, title, total, done):
         middle.append(next(rounds).state)
         return iter(())
 
-    pretrain(model, clients, recipe, Runner(1, progress=stop))
+    pretrain(model, clients, recipe, Runner(0, progress=stop))
     settings = {
         "method": "fedavg", "rounds": 2, "epochs": 1, "lr": 0.1, "batch_size": 32, "drops": [0.5, 0.75], "final_lr": None, "augment": "none",
         "inner_lr": 0.01, "seed": 0, "fraction": 0.5, "model and clients": fingerprint(model, *sorted(clients, key=lambda c: c.id)),
@@ -89,7 +89,7 @@ def test_a_checkpoint_of_version_0_1_0_goes_on(clients, tmp_path):
         went.append((title, total, done))
         return rounds
 
-    again = pretrain(model, clients, recipe, Runner(1, progress=watch), tmp_path / "p")
+    again = pretrain(model, clients, recipe, Runner(0, progress=watch), tmp_path / "p")
     assert equal(whole, again) and went == [("pretraining by fedavg", 2, 1)]
     assert settings.keys() - asdict(recipe).keys() == {"model and clients"}  # what a recipe has, in the same words
     for change, match in [({"train_on": "train+val"}, "train_on was 'train' and is 'train[+]val'"), ({"delta": 0.01}, "delta was 0.001 and is 0.01")]:
@@ -105,7 +105,7 @@ def test_a_transport_gets_the_tasks_of_each_round(clients):
         rounds.append(tasks)
         return (Outcome(task.run()) for task in tasks)
 
-    assert equal(pretrain(model, clients, recipe, Runner(transport=transport)), pretrain(model, clients, recipe, Runner(1)))
+    assert equal(pretrain(model, clients, recipe, Runner(transport=transport)), pretrain(model, clients, recipe, Runner(0)))
     assert [[(type(t), t.work, t.model, t.settings, t.number) for t in tasks] for tasks in rounds] == [
         [(Task, train_client, model, recipe, number)] * 3 for number in (1, 2)]
 
@@ -113,7 +113,7 @@ def test_a_transport_gets_the_tasks_of_each_round(clients):
 def test_pretraining_by_hand(clients):
     """Two clients, one batch each, one round: the mean of two steps of SGD, weighted by samples."""
     pair = [replace(clients[0], train=clients[0].train[:30]), replace(clients[1], train=clients[1].train[:10])]
-    ours = pretrain(small_cnn(width=4), pair, Recipe(fraction=1.0, rounds=1, lr=0.05, drops=()), Runner(1))
+    ours = pretrain(small_cnn(width=4), pair, Recipe(fraction=1.0, rounds=1, lr=0.05, drops=()), Runner(0))
     states = []
     for c in pair:
         model = small_cnn(width=4).train()
@@ -217,7 +217,7 @@ def test_delta_is_part_of_the_recipe(clients):
 
 
 def test_fedbabu_leaves_the_head(clients):
-    model = pretrain(small_cnn(width=4), clients, Recipe("fedbabu", fraction=0.5, rounds=2), Runner(1))
+    model = pretrain(small_cnn(width=4), clients, Recipe("fedbabu", fraction=0.5, rounds=2), Runner(0))
     start = small_cnn(width=4)
     assert torch.equal(model.head.weight, start.head.weight) and not torch.equal(model.conv1.weight, start.conv1.weight)
 
@@ -263,14 +263,14 @@ def test_wrong_pretraining(clients):
     empty = replace(clients[0], train=clients[0].train[:0])
     left_out = "client '.*' is left out: ValueError: client '.*': train is empty$"
     with pytest.warns(RuntimeWarning, match=left_out), pytest.raises(RuntimeError, match="all of its 1 clients failed"):
-        pretrain(small_cnn(), [empty], Recipe(rounds=1), Runner(1))
+        pretrain(small_cnn(), [empty], Recipe(rounds=1), Runner(0))
 
 
 def test_the_caller_keeps_model_and_random_state(clients):
     model = small_cnn(width=4).train()
     before = {k: v.clone() for k, v in model.state_dict().items()}
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    pretrain(model, clients, HALF, Runner(1))
+    pretrain(model, clients, HALF, Runner(0))
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()) and model.training
     assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1] and np.random.get_state()[1].tolist() == states[2]
 

@@ -1,6 +1,14 @@
-"""Tasks in one process and in several: what fails and how, threads, transports, titles, and what travels."""
+"""Tasks in this process and in others: what fails and how, what dies or never ends, threads, transports, titles, and what travels."""
 
 import os
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from fcntl import F_GETFL, fcntl
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,6 +47,282 @@ def test_a_dead_process_costs_one_answer():
     assert "process died" in outcomes[2].failure.reason
 
 
+def test_a_single_task_does_not_take_the_parent_along():
+    for workers in (1, 2):
+        (outcome,) = Runner(workers).run_all(tasks(dies, 3)[2:])
+        assert outcome.value is None and outcome.failure.kind == "died"
+
+
+def answer_pipes():
+    """What this worker can write to, but for standard output and error."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        try:
+            if fd > 2 and os.readlink(f"/proc/self/fd/{fd}").startswith("pipe:") and fcntl(fd, F_GETFL) & os.O_ACCMODE == os.O_WRONLY:
+                yield fd
+        except OSError:  # the folder that was listed
+            pass
+
+
+def fault(model, settings, state, client, number):
+    """The second client meets the fault in the settings; not when it is tried again, if it is to be so."""
+    if number != 1:
+        return number
+    kind, told = settings
+    if told.exists():
+        return "again"
+    told.write_text(str(time.monotonic()))
+    if kind == "killed while it sends":
+        for fd in answer_pipes():
+            os.write(fd, struct.pack("<Q", 1000) + b"half")  # of a message of 1000 bytes
+    if kind == "closes its pipes":
+        os.closerange(3, 100)
+        time.sleep(600)
+    if kind == "leaves a child that holds the pipe" and not os.fork():
+        time.sleep(600)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("kind", ["killed", "killed while it sends", "closes its pipes", "leaves a child that holds the pipe"])
+def test_a_death_is_seen_at_once_and_costs_one_process(kind, tmp_path, monkeypatch):
+    list(Runner(2).run_all(tasks(process, 2)))
+    born, start = [], pool._Worker.__init__
+    monkeypatch.setattr(pool._Worker, "__init__", lambda self: born.append(time.monotonic()) or start(self))
+    told = tmp_path / "told"
+    outcomes = list(Runner(2).run_all([Task(fault, None, (kind, told), None, None, n) for n in range(4)]))
+    assert outcomes == [Outcome(0), Outcome("again"), Outcome(2), Outcome(3)]
+    assert len(born) == 1 and 0 < born[0] - float(told.read_text()) < 1
+
+
+def dies_soon(*_):
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    return os.getpid()
+
+
+def test_killed_after_its_answer_it_costs_nobody_anything():
+    (first,) = Runner(1).run_all(tasks(dies_soon, 1))
+    wait_until(lambda: not running(first.value))
+    assert [o.value == first.value for o in Runner(1).run_all(tasks(process, 2))] == [False, False]
+    (again,) = Runner(1).run_all(tasks(dies_soon, 1))  # and if it is at work for another client by then
+    assert [o.value for o in Runner(1).run_all(tasks(slow, 1))] == [0] and not running(again.value)
+
+
+def running(pid):
+    """Whether there is such a process (and it is no zombie)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(done, seconds=10):
+    limit = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+
+
+def slow(model, settings, state, client, number):
+    time.sleep(0.6)
+    return number
+
+
+class Stop(BaseException):
+    """Not an Exception."""
+
+
+STOPS = [SystemExit(3), GeneratorExit("g"), Stop("s"), KeyboardInterrupt("k")]
+
+
+def stops(model, settings, state, client, number):
+    if number < len(STOPS):
+        raise STOPS[number]
+    return number
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_what_would_end_the_program_is_a_failure_as_any_other(workers):
+    n = len(STOPS) - (workers == 0)  # Ctrl-C is for the parent, and no worker hears it
+    *failed, last = Runner(workers).run_all([*tasks(stops, n), *tasks(stops, 9)[8:]])
+    assert last == Outcome(8)
+    assert [o.failure for o in failed] == [Failure("raised", f"{type(stop).__name__}: {stop}") for stop in STOPS[:n]]
+    if workers == 0:
+        with pytest.raises(KeyboardInterrupt):
+            list(Runner(0).run_all(tasks(stops, 4)[3:]))
+
+
+def endless(model, settings, state, client, number):
+    if number in (1, 2):
+        (settings / str(number)).write_text(str(os.getpid()))
+    if number == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while number == 2:
+        pass
+    return number
+
+
+def test_an_endless_client_is_late_and_the_others_are_not(tmp_path):
+    start = time.monotonic()
+    outcomes = list(Runner(2, limit=2).run_all([Task(endless, None, tmp_path, None, None, n) for n in range(7)]))
+    assert time.monotonic() - start < 30
+    late = Outcome(None, Failure("late", "took longer than 2 s, the limit"))
+    assert outcomes == [Outcome(0), late, late, *map(Outcome, range(3, 7))]
+    assert not any(running((tmp_path / name).read_text()) for name in "12")
+
+
+def test_only_its_own_time_is_charged_to_a_client():
+    """Not the start of its process, not the time in the queue, not what is done with the answers of others."""
+    pool._retire()
+    values = []
+    for outcome in Runner(1, limit=1.5).run_all(tasks(slow, 3)):
+        values.append(outcome.value)
+        time.sleep(1.2)
+    assert values == [0, 1, 2]
+
+
+@pytest.mark.parametrize("limit", [0, -1.0, float("nan")])
+def test_limits_are_positive(limit):
+    with pytest.raises(ValueError, match=f"^limit must be > 0, got {limit}$"):
+        Runner(limit=limit)
+    assert Runner(limit=None).limit is None and Runner().limit == 3600
+    assert list(Runner(1, limit=None).run_all(tasks(threads, 1))) == [Outcome(1)]
+
+
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+from fedl2p.runner import Runner, Task
+def work(model, settings, state, client, number):
+    print("printed", number)
+    os.write(1, b"written ")
+    return number, sys.stdin.read()
+def ready(model, settings, state, client, number):
+    Path(state).write_text("")
+    time.sleep(600 if number else 0)
+"""
+
+
+def script(code, **kwargs):
+    return subprocess.Popen([sys.executable, "-c", SCRIPT + code], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **kwargs)
+
+
+def test_a_script_without_a_guard_whose_clients_print_and_read():
+    code = "print([o.value for o in Runner(1).run_all([Task(work, None, None, None, None, n) for n in range(2)])])"
+    said, log = script(code).communicate(timeout=60)
+    assert said == "[(0, ''), (1, '')]\n"
+    assert all(words in log for words in ("printed 0\n", "printed 1\n", "written")) and "Traceback" not in log
+
+
+def session(leader):
+    """Processes of a session that still run."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, sid = path.read_text().rpartition(")")[2].split()[:4]
+        except OSError:
+            continue
+        if int(sid) == leader and state != "Z":
+            found.append(int(path.parent.name))
+    return found
+
+
+@pytest.mark.parametrize("sign, code", [(signal.SIGKILL, -9), (signal.SIGINT, -2)])
+def test_no_worker_outlives_its_parent(sign, code, tmp_path):
+    """One of them is at work, the other has nothing to do."""
+    paths = [tmp_path / "0", tmp_path / "1"]
+    run = f"list(Runner(2).run_all([Task(ready, None, None, path, None, n) for n, path in enumerate({list(map(str, paths))})]))"
+    parent = script(run, start_new_session=True)
+    wait_until(lambda: all(path.exists() for path in paths), 60)
+    assert len(session(parent.pid)) == 3
+    parent.send_signal(sign)
+    parent.communicate(timeout=10)
+    assert parent.returncode == code
+    wait_until(lambda: not session(parent.pid), 5)
+
+
+def test_workers_are_kept_from_run_to_run():
+    first, second = ({o.value for o in Runner(2).run_all(tasks(slow_process, 2))} for _ in range(2))
+    assert first == second and len(first) == 2 and os.getpid() not in first
+
+
+def slow_process(*_):
+    time.sleep(0.1)
+    return os.getpid()
+
+
+def test_a_fork_has_workers_of_its_own():
+    """As nbdev_test has: those of its parent are neither used nor ended."""
+    (ours,) = Runner(1).run_all(tasks(process, 1))
+    read, write = os.pipe()
+    if not os.fork():
+        (theirs,) = Runner(1).run_all(tasks(process, 1))
+        os.write(write, str(theirs.value).encode())
+        os._exit(0)
+    os.close(write)
+    with open(read) as pipe:
+        theirs = int(pipe.read())
+    assert theirs not in (ours.value, os.getpid()) and [o.value for o in Runner(1).run_all(tasks(process, 1))] == [ours.value]
+    wait_until(lambda: not running(theirs))
+
+
+def test_a_worker_without_work_ends(monkeypatch):
+    pool._retire()
+    monkeypatch.setattr(pool._Worker, "program", pool._Worker.program.replace("import _serve", "import _serve, __dict__ as names; names['_IDLE'] = 0.3"))
+    (first,) = Runner(1).run_all(tasks(process, 1))
+    wait_until(lambda: not running(first.value))
+    monkeypatch.undo()
+    (second,) = Runner(1).run_all(tasks(process, 1))
+    assert second.failure is None and second.value != first.value
+
+
+def test_nobody_works_for_a_run_that_was_given_up(tmp_path):
+    outcomes = Runner(2, limit=None).run_all([Task(endless, None, tmp_path, None, None, n) for n in (0, 2)])
+    assert next(outcomes) == Outcome(0)
+    wait_until((tmp_path / "2").exists)
+    pid = int((tmp_path / "2").read_text())
+    assert running(pid)
+    outcomes.close()
+    assert not running(pid)
+
+
+def late_for_the_first(model, settings, state, client, number):
+    time.sleep(0.02 * (8 - number))
+    return number
+
+
+def test_answers_come_in_the_order_of_the_tasks():
+    for workers in (0, 1, 2):
+        assert list(Runner(workers).run_all(tasks(late_for_the_first, 8))) == list(map(Outcome, range(8)))
+
+
+def odd(model, settings, state, client, number):
+    return [threading.Lock(), Unreadable(), number][number]
+
+
+class Unreadable:
+    def __reduce__(self):
+        return sys.exit, ("read",)
+
+
+def test_answers_that_cannot_be_sent_or_read_are_failures():
+    locked, unreadable, fine = Runner(1).run_all(tasks(odd, 3))
+    assert locked.failure.kind == unreadable.failure.kind == "raised" and fine == Outcome(2)
+    assert "cannot pickle '_thread.lock' object" in locked.failure.reason and unreadable.failure.reason == "SystemExit: read"
+
+
+def weights(model, settings, state, client, number):
+    return model.weight
+
+
+def test_large_messages_travel_both_ways_and_the_model_only_once(monkeypatch):
+    sizes, message = [], pool._message
+    monkeypatch.setattr(pool, "_message", lambda data: sizes.append(len(data)) or message(data))
+    model = nn.Linear(3600, 3600)  # 50 MB
+    for _ in range(2):
+        for outcome in Runner(1).run_all(tasks(weights, 2, model)):
+            assert torch.equal(outcome.value, model.weight)
+    assert len(sizes) == 8 and sorted(sizes)[-2] < 1000 < 50_000_000 < max(sizes)
+
+
 class Overrun(FloatingPointError):
     """An error of a library's own."""
 
@@ -53,7 +337,7 @@ def fails(model, settings, state, client, number):
     return number
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [0, 1, 2])
 def test_diverged_and_raised_are_told_apart_by_the_type_of_the_error(workers):
     *failed, last = Runner(workers).run_all(tasks(fails, len(ERRORS) + 1))
     assert last == Outcome(len(ERRORS), None)
@@ -69,6 +353,7 @@ def test_attempt():
     assert torch.get_num_threads() == before
     with pytest.raises(KeyboardInterrupt):
         attempt(interrupt)
+    assert attempt(interrupt, stoppable=False) == Outcome(None, Failure("raised", "KeyboardInterrupt: "))
     assert torch.get_num_threads() == before
 
 
@@ -82,17 +367,17 @@ def threads(*_):
 
 def test_one_thread_each_and_threads_are_put_back():
     before = torch.get_num_threads()
-    assert {o.value for w in (1, 2) for o in Runner(w).run_all(tasks(threads, 3))} == {1}
+    assert {o.value for w in (0, 1, 2) for o in Runner(w).run_all(tasks(threads, 3))} == {1}
     assert torch.get_num_threads() == before
-    with pytest.raises(ValueError, match=r"^workers must be >= 1, got 0$"):
-        list(Runner(0).run_all(tasks(threads, 1)))
+    with pytest.raises(ValueError, match=r"^workers must be >= 0, got -1$"):
+        Runner(-1)
 
 
 def process(*_):
     return os.getpid()
 
 
-def test_a_process_for_each_core_but_one_for_a_gpu(monkeypatch):
+def test_a_process_for_each_core_but_none_for_a_gpu(monkeypatch):
     monkeypatch.setattr(pool, "cores", lambda: 2)
     here = {os.getpid()}
 
@@ -102,13 +387,13 @@ def test_a_process_for_each_core_but_one_for_a_gpu(monkeypatch):
     assert not where(Runner(), 3) & here and not where(Runner(), 3, nn.Linear(1, 1)) & here
     elsewhere = nn.Linear(1, 1, device="meta")  # not on the CPU: as good as a GPU
     assert where(Runner(), 3, elsewhere) == here
-    assert where(Runner(2), 1) == here  # a single task needs no other process
+    assert where(Runner(0), 3) == here and not where(Runner(1), 1) & here and not where(Runner(2), 1) & here
     assert list(Runner().run_all([])) == []
 
 
 def test_tasks_are_done_when_they_are_asked_for():
     done = []
-    outcomes = Runner(1).run_all(tasks(lambda *fields: done.append(fields[-1]), 3))
+    outcomes = Runner(0).run_all(tasks(lambda *fields: done.append(fields[-1]), 3))
     assert done == [] and next(outcomes) == Outcome(None) and done == [0]
 
 
@@ -121,7 +406,7 @@ def test_a_transport_does_the_work_instead(monkeypatch):
 
     monkeypatch.setattr(pool, "attempt", lambda _: pytest.fail("worked here"))
     monkeypatch.setattr(pool, "_in_processes", lambda *_: pytest.fail("worked here"))
-    for workers in (None, 1, 2):
+    for workers in (None, 0, 2):
         asked = tasks(dies, 3)
         assert [o.value for o in Runner(workers, transport).run_all(asked)] == ["0, far away", "1, far away", "2, far away"]
         assert came[-3:] == asked

@@ -57,7 +57,7 @@ def command(world, *more):
 
 @pytest.mark.parametrize("study", TABLES)
 def test_every_study_with_one_command(world, study, capsys):
-    args = ["--seeds", "0", "--epochs", "1", "--alpha", "0.5", "--data", str(world), "--workers", "1", "--device", "cpu"]
+    args = ["--seeds", "0", "--epochs", "1", "--alpha", "0.5", "--data", str(world), "--workers", "0", "--device", "cpu"]
     assert main(command(world, "run", study, *args)) == 0
     wanted = cells(Run(study, "smoke", (0.5,), (1,), (0,)))
     assert all(cell.path(world / "results", "smoke").exists() for cell in wanted)
@@ -76,7 +76,7 @@ def test_conditions_are_the_papers_unless_asked():
 
 
 def test_corrupted_images_start_from_the_model_for_clean_ones(world):
-    run = Run("cifar10c", "smoke", (0.5,), (1,), (0,), ("none",), out=world / "results", machine=Machine(world, 1, "cpu"))
+    run = Run("cifar10c", "smoke", (0.5,), (1,), (0,), ("none",), out=world / "results", machine=Machine(world, 0, "cpu"))
     run_study(run)
     assert (world / "results" / "cifar10" / "smoke" / "pretrained" / "fedavg-alpha1000.safetensors").exists()
     assert not (world / "results" / "cifar10c" / "smoke" / "pretrained").exists()
@@ -86,7 +86,7 @@ def test_corrupted_images_start_from_the_model_for_clean_ones(world):
 
 
 def one(world, method="ft-c", seed=0, **more):
-    return Run("cifar10", "smoke", (0.5,), (1,), (seed,), (method,), out=world / "results", machine=Machine(world, 1, "cpu", **more))
+    return Run("cifar10", "smoke", (0.5,), (1,), (seed,), (method,), out=world / "results", machine=Machine(world, 0, "cpu", **more))
 
 
 def job(run):
@@ -166,7 +166,7 @@ def test_cells_of_older_versions_are_results(world):
 
 def test_missing_data_leave_out_a_data_set_only(world, tmp_path, capsys):
     made_up.cifar10(tmp_path)
-    args = ["ablation", "--epochs", "1", "--alpha", "0.5", "--seeds", "0", "--methods", "ft-c", "--data", str(tmp_path), "--workers", "1", "--device", "cpu", "--scale", "smoke", "--out", str(tmp_path / "out")]
+    args = ["ablation", "--epochs", "1", "--alpha", "0.5", "--seeds", "0", "--methods", "ft-c", "--data", str(tmp_path), "--workers", "0", "--device", "cpu", "--scale", "smoke", "--out", str(tmp_path / "out")]
     with pytest.warns(RuntimeWarning, match="office is left out"):
         assert main(["run", *args]) == 1
     said = capsys.readouterr()
@@ -200,7 +200,7 @@ def test_wrong_words_are_explained(args, words, tmp_path, capsys):
 def test_half_precision_is_for_one_process_on_a_gpu(world, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(runs, "pick_device", lambda name: "cuda")
-        with pytest.raises(ValueError, match="workers must be 1 if amp is on, got 2"):
+        with pytest.raises(ValueError, match="workers must be 0 if amp is on, got 2"):
             Run("cifar10", machine=Machine(workers=2, amp=True))
     halved = job(one(world, "fedl2p"))
     halved = halved._replace(machine=replace(halved.machine, amp=True, compile=True))
@@ -233,7 +233,7 @@ def test_a_client_that_is_lost_is_no_result(world, monkeypatch):
 
 
 def test_divergence_is_a_result(world, tmp_path):
-    diverging = job(Run("speech", "smoke", (), (2,), (0,), ("fedl2p",), out=tmp_path, machine=Machine(world, 1, "cpu")))
+    diverging = job(Run("speech", "smoke", (), (2,), (0,), ("fedl2p",), out=tmp_path, machine=Machine(world, 0, "cpu")))
     config = replace(diverging.how.config, lr=1e30, fraction=1.0)
     with pytest.warns(RuntimeWarning, match="has no result"):
         run_cell(diverging._replace(how=replace(diverging.how, config=config)))
@@ -258,7 +258,7 @@ import fedl2p.studies.settings as settings
 plain = settings.setting
 settings.setting = lambda *args: replace(plain(*args), config=replace(plain(*args).config, rounds=6))
 from fedl2p.studies.runs import Machine, Run, run_study
-run = Run("cifar10", "smoke", (0.5,), (5,), (0,), ("fedl2p",), out=Path(sys.argv[1]), machine=Machine(Path({str(world)!r}), 1, "cpu"))
+run = Run("cifar10", "smoke", (0.5,), (5,), (0,), ("fedl2p",), out=Path(sys.argv[1]), machine=Machine(Path({str(world)!r}), 0, "cpu"))
 def progress(rounds, title, total, done):
     if title.endswith("fedl2p"): print("began with", done)
     return rounds

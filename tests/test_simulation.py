@@ -33,7 +33,7 @@ def test_a_study_on_flower_has_the_same_numbers(study, dataset, method, tmp_path
     make = {"speech": made_up.speech, "office": lambda root: made_up.domains(root, "office_caltech_10", OFFICE_DOMAINS, OFFICE_CLASSES)}
     make.get(dataset, made_up.cifar10)(tmp_path)
     monkeypatch.setattr(simulation, "simulate", lambda serve, app, nodes, workers, gpus: serve(Here(app, nodes)))
-    args = [study, "--scale", "smoke", "--datasets", dataset, "--methods", method, "--seeds", "0", "--epochs", "1", "--alpha", "0.5", "--data", str(tmp_path), "--workers", "1", "--device", "cpu"]
+    args = [study, "--scale", "smoke", "--datasets", dataset, "--methods", method, "--seeds", "0", "--epochs", "1", "--alpha", "0.5", "--data", str(tmp_path), "--workers", "0", "--device", "cpu"]
     contents = []
     for command in ("run", "flower"):
         assert main([command, *args, "--out", str(tmp_path / command)]) == 0
@@ -68,7 +68,7 @@ def test_half_precision_is_refused():
 def test_everybody_has_a_node(tmp_path):
     """Also those who pretrain the model of another data set."""
     made_up.cifar10(tmp_path)
-    run = Run("cifar10c", "smoke", (0.5,), (1,), (0,), ("fedl2p",), out=tmp_path, machine=Machine(tmp_path, 1, "cpu"))
+    run = Run("cifar10c", "smoke", (0.5,), (1,), (0,), ("fedl2p",), out=tmp_path, machine=Machine(tmp_path, 0, "cpu"))
     [cell] = cells(run)
     ids = [client.id for client in everybody(job_of(run, cell))]
     assert len(set(ids)) == len(ids) == 8 and sum(id.startswith("cifar10-") for id in ids) == 4

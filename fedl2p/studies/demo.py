@@ -47,7 +47,8 @@ class Demo:
     pretraining_rounds: int = 50 # rounds of federated averaging on clean digits
     more_estimators: tuple[Estimator, ...] = ("fomaml",) # estimators of the hypergradient, for further rows of FedL2P
     out: Path = Path("fedl2p-demo") # folder for results; the same folder goes on where it stopped
-    workers: int | None = None # processes of one thread each; None is one for each core, or one on a GPU
+    workers: int | None = None # processes of one thread each; 0 works in this one; None is one a core, or 0 on a GPU
+    limit: float = 3600.0 # seconds that a client may take for one piece of work in another process
     device: str = "cpu" # cpu, cuda, mps, or auto for the best there is; these networks are so small that cpu is fastest
 
     def __post_init__(self):
@@ -58,7 +59,7 @@ class Demo:
         require(0 < self.alpha < math.inf, "alpha", "> 0 and finite", self.alpha)
         require(self.pretraining_rounds >= 1, "pretraining_rounds", ">= 1", self.pretraining_rounds)
         require(self.config.seed == 0, "seed", "left out (the demo has --seeds)", self.config.seed)
-        require(self.workers is None or self.workers >= 1, "workers", ">= 1", self.workers)
+        Runner(self.workers, limit=self.limit)  # which refuses what it cannot do
 
 # %% ../../nbs/studies/demo.ipynb #665445f0
 def jobs(
@@ -74,7 +75,8 @@ def jobs(
     policies = [f"fedl2p-{estimator}" for estimator in dict.fromkeys([demo.config.estimator, *demo.more_estimators])]
     plain = ["none", "ft-c", "ft-g", "ft-i", "ft-c-best", "ft-g-best", "ft-i-best", "l2p", "fedl2p-start"]
     methods = [*plain, *(method for policy in policies for method in (policy, f"{policy}-mean"))]
-    machine, runner = Machine(workers=demo.workers, device=demo.device), Runner(demo.workers, progress=progress)
+    machine = Machine(workers=demo.workers, device=demo.device, limit=demo.limit)
+    runner = Runner(demo.workers, progress=progress, limit=demo.limit)
     cells = [Cell(condition, method, seed) for seed in demo.seeds for method in methods]
     return [Job(cell, how, "small", demo.out, machine, runner) for cell in cells]
 
@@ -115,7 +117,7 @@ def run_demo(
     progress: Progress = quiet, # shows how far it is
 ) -> Table:
     "Run the demo, or what is left of it, and write table, plots and records."
-    fields = {k: v for k, v in asdict(demo).items() if k not in ("config", "out", "workers", "seeds")}
+    fields = {k: v for k, v in asdict(demo).items() if k not in ("config", "out", "workers", "limit", "seeds")}
     settings = {**asdict(demo.config), **fields, "device": pick_device(demo.device)}
     del settings["seed"]
     todo = jobs(demo, progress)

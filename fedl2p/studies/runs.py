@@ -142,10 +142,11 @@ class Machine:
     "Where to work."
 
     data: Path = Path("data") # folder with the data sets
-    workers: int | None = None # processes of one thread each; None is one for each core, or one on a GPU
+    workers: int | None = None # processes of one thread each; 0 works in this one; None is one a core, or 0 on a GPU
     device: str = "auto" # cpu, cuda, mps, or auto for the best there is
     amp: bool = False # half precision where PyTorch thinks it safe; on cuda only
     compile: bool = False # compile the network first; not with exact second derivatives
+    limit: float = 3600.0 # seconds that a client may take for one piece of work in another process
 
 
 class Job(NamedTuple):
@@ -421,7 +422,7 @@ class Run:
         device, machine = pick_device(self.machine.device), self.machine  # says which devices are there
         if machine.amp:  # half precision is slow elsewhere, and does not reach other processes
             require(device.startswith("cuda"), "device", "cuda if amp is on", device)
-            require((machine.workers or 1) == 1, "workers", "1 if amp is on", machine.workers)
+            require(not machine.workers, "workers", "0 if amp is on", machine.workers)
         for alpha in self.alpha:
             require(alpha > 0, "alpha", "> 0", alpha)
         for epochs in self.epochs:
@@ -443,7 +444,8 @@ def job_of(
 ) -> Job:
     "A cell of a run, and all that it takes to fill it in."
     how = _setting(cell.condition.dataset, run.scale, run.machine.data)
-    return Job(cell, how, run.scale, run.out, run.machine, runner or Runner(run.machine.workers))
+    machine = run.machine
+    return Job(cell, how, run.scale, run.out, machine, runner or Runner(machine.workers, limit=machine.limit))
 
 
 def run_study(
@@ -452,7 +454,7 @@ def run_study(
 ) -> dict[str, str]: # data sets that could not be had, and why
     "Fill in the cells that are missing."
     missing: dict[str, str] = {}
-    runner = Runner(run.machine.workers, progress=progress)
+    runner = Runner(run.machine.workers, progress=progress, limit=run.machine.limit)
     for cell in cells(run):
         job, dataset = job_of(run, cell, runner), cell.condition.dataset
         try:
