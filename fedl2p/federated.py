@@ -67,7 +67,7 @@ class Round(NamedTuple):
     failed: dict[str, Failure] # why the others are not
 
 # %% ../nbs/08_federated.ipynb #be37d1d4
-MAX_WEIGHT = 1e6  # samples of one client: more than any here has, and sums of such weights are exact in double precision
+MAX_WEIGHT = 1e6  # samples of one client: more than any here has, and sums of such weights are exact as floats
 
 
 def _number(value: Any) -> float:

@@ -318,7 +318,8 @@ def _read_score(task: Task, m: dict[str, Any]) -> Result:
     expected = [len(signature(task.model).bn_layers), len(signature(task.model).tensors)]
     good = [*beta.shape, *eta.shape] == expected and torch.cat([beta, eta]).isfinite().all()
     if {type(m["right"]), type(m["n"])} != {int} or not _is_number(m["loss"]):
-        raise ValueError(f"right and n must be whole numbers and loss a number, got {m['right']}, {m['n']}, {m['loss']}")
+        got = f"{m['right']}, {m['n']} and {m['loss']}"
+        raise ValueError(f"right and n must be whole numbers and loss a number, got {got}")
     require(1 <= m["n"] <= MAX_WEIGHT, "n", f">= 1 and <= {MAX_WEIGHT:g}", m["n"])
     if not good or not 0 <= m["right"] <= m["n"]:
         strategy = f"beta {beta.tolist()} and eta {eta.tolist()}"
