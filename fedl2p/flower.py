@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,9 +26,9 @@ from torch import nn
 from .bn import mix_bn
 from .checkpoint import fingerprint
 from .client import Config, Result, describe_client, learn_client, score_policy
-from .core import State, cores, device_of, load_or_make, load_tensors, save_tensors
+from .core import State, cores, device_of, load_or_make, load_tensors, require, save_tensors
 from .data import Client, Data
-from .federated import Update, refusal
+from .federated import MAX_WEIGHT, Update, refusal
 from .finetune import Score
 from .metanet import signature
 from .pretraining import Recipe, train_client
@@ -290,6 +291,13 @@ def _read_name(content: RecordDict) -> tuple[Client, set[str]]:
     return _stub(content["config"]["id"], str(content["config"]["domain"])), {*content["config"]["models"], ""}
 
 
+def _is_number(value: object) -> bool:
+    "Whether it is a number that a float can hold; infinity is one, NaN is none."
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return value == math.inf or abs(value) <= sys.float_info.max
+
+
 def _read(work: str, task: Task, content: RecordDict) -> Update | Result:
     "What a node sent, or ValueError if it is not what was asked for."
     m, settings = dict(content["metrics"]), task.settings
@@ -298,8 +306,9 @@ def _read(work: str, task: Task, content: RecordDict) -> Update | Result:
     names = {"num-examples"}
     if work == "learn":
         names |= {"val_loss", "diverging", *(["start_loss"] if settings.keep == "paired" else [])}
-    if m.keys() != names or not all(isinstance(v, (int, float)) and math.isfinite(v) for v in m.values()):
+    if m.keys() != names or not all(_is_number(v) and v < math.inf for v in m.values()):
         raise ValueError(f"numbers must be finite, with the names {', '.join(sorted(names))}, got {m}")
+    require(0 < m["num-examples"] <= MAX_WEIGHT, "num-examples", f"> 0 and <= {MAX_WEIGHT:g}", m["num-examples"])
     return Update(dict(content["arrays"].to_torch_state_dict()), m.pop("num-examples"), m)
 
 
@@ -308,10 +317,14 @@ def _read_score(task: Task, m: dict[str, Any]) -> Result:
     beta, eta = (torch.tensor(m[name], dtype=torch.float32) for name in ("beta", "eta"))
     expected = [len(signature(task.model).bn_layers), len(signature(task.model).tensors)]
     good = [*beta.shape, *eta.shape] == expected and torch.cat([beta, eta]).isfinite().all()
-    if not good or not 0 <= m["right"] <= m["n"] or m["n"] < 1:
+    if {type(m["right"]), type(m["n"])} != {int} or not _is_number(m["loss"]):
+        got = f"{m['right']}, {m['n']} and {m['loss']}"
+        raise ValueError(f"right and n must be whole numbers and loss a number, got {got}")
+    require(1 <= m["n"] <= MAX_WEIGHT, "n", f">= 1 and <= {MAX_WEIGHT:g}", m["n"])
+    if not good or not 0 <= m["right"] <= m["n"]:
         strategy = f"beta {beta.tolist()} and eta {eta.tolist()}"
         raise ValueError(f"sent {m['right']} right answers of {m['n']}, {strategy}; that does not fit the model")
-    score = Score(int(m["right"]), float(m["loss"]), int(m["n"]))
+    score = Score(m["right"], float(m["loss"]), m["n"])
     return Result(task.client.id, task.client.domain, score, Strategy(beta, eta))
 
 # %% ../nbs/library/flower.ipynb #f93a0577

@@ -8,10 +8,14 @@ __all__ = ['START', 'NONE', 'SECTIONS', 'STYLE', 'PAGE', 'Case', 'cases', 'page'
 # %% ../nbs/library/report.ipynb #e79b90b6
 import base64
 import io
+import json
+import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -30,11 +34,14 @@ from fedl2p.analysis import (
     sparsity,
 )
 from .clusters import KEYS, ari_table, plot_maps, spread_table
-from .core import Json, Table, write_file
+from .core import Json, Table, require, warn
 from .studies.runs import METHODS, learned_by
 from .studies.tables import accuracy_table, condition_of, label, read_cell, summarise
 
 # %% ../nbs/library/report.ipynb #39211f9d
+_FILE_BYTES, _FOLDER_BYTES = 64 << 20, 256 << 20  # the largest file that is read, and all of a folder together
+
+
 @dataclass(frozen=True)
 class Case:
     "One condition, with several methods and seeds."
@@ -78,12 +85,31 @@ def _case(title: str, cells: Sequence[Json]) -> Case:
     return Case(title, records, rounds, layers, main["settings"], main["machine"], main["method"], notes)
 
 
+def _is_regular(path: Path) -> bool:
+    "Whether there is a file, and neither a link nor a folder, a pipe or a device."
+    return os.path.lexists(path) and stat.S_ISREG(path.lstat().st_mode)
+
+
+def _readable(paths: Iterable[Path]) -> Iterator[Path]:
+    "Regular files, as long as they are not too large; the others are named."
+    total = 0
+    for path in paths:
+        size = path.lstat().st_size
+        large = size > _FILE_BYTES or total + size > _FOLDER_BYTES
+        if large or not _is_regular(path):
+            most = f"it has more than {_FILE_BYTES >> 20} MB, or with it all have more than {_FOLDER_BYTES >> 20} MB"
+            warn(f"{path} is left out: {most if large else 'it is not a regular file'}")
+        else:
+            total += size
+            yield path
+
+
 def cases(
     folder: str | Path, # results of a demo or of studies, or a part of them
 ) -> list[Case]:
     "What a folder holds."
     folder, groups = Path(folder), dict[str, list[Json]]()
-    for path in sorted(folder.rglob("*-seed*.json")):
+    for path in _readable(sorted(folder.rglob("*-seed*.json"))):
         if cell := read_cell(path):
             groups.setdefault(f"{label(condition_of(cell))}, scale {cell['scale']}", []).append(cell)
     if not groups:
@@ -291,10 +317,53 @@ def page(
     template = Environment(autoescape=True).from_string(PAGE)
     return template.render(title=title, style=STYLE, chapters=chapters), pictures
 
+# %% ../nbs/library/report.ipynb #af2d41d9
+_MANIFEST, _FORMAT = "report.json", "fedl2p report 1"  # the list of a report's files, and what it says it is
+_NAMES = re.compile(r"report\.html|[a-z0-9.-]*-[0-9]{2,}\.png")  # all names that files of a report can have
 
+
+def _listed(path: Path) -> set[str]:
+    "Names of the files of an earlier report, from its list."
+    if not os.path.lexists(path):
+        return set()
+    try:
+        listed = json.loads(path.read_bytes()) if _is_regular(path) and path.stat().st_size < _FILE_BYTES else None
+    except (ValueError, RecursionError):
+        listed = None
+    if not isinstance(listed, dict) or listed.get("format") != _FORMAT or not isinstance(listed.get("files"), list):
+        raise ValueError(f"{path} is not the list of an earlier report's files; move it, or choose another folder")
+    return {name for name in listed["files"] if isinstance(name, str) and _NAMES.fullmatch(name)}
+
+
+def _replace(out: Path, files: Mapping[str, bytes]) -> None:
+    "Write the files of a report into a folder, in the place of those of an earlier one."
+    require(not out.is_symlink() and (out.is_dir() or not out.exists()), "out", "a folder and not a link", str(out))
+    old = _listed(out / _MANIFEST)
+    for path in (out / name for name in files):
+        if os.path.lexists(path) and not (path.name in old and _is_regular(path)):
+            raise ValueError(f"{path} is not of an earlier report; move it, or choose another folder")
+    out.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=out) as new:  # of a name that nobody can have put a link under
+
+        def put(name: str, content: bytes) -> None:
+            (Path(new) / name).write_bytes(content)
+            os.replace(Path(new) / name, out / name)  # wholly or not at all; a link would be replaced, not followed
+
+        def list_files(names: Iterable[str]) -> None:
+            put(_MANIFEST, json.dumps({"format": _FORMAT, "files": sorted(names)}, indent=1).encode())
+
+        list_files(old | files.keys())  # before they are there: a report that breaks off can be replaced, too
+        for path in (out / name for name in old - files.keys()):
+            if _is_regular(path):
+                path.unlink()
+        for name, content in files.items():
+            put(name, content)
+        list_files(files)
+
+# %% ../nbs/library/report.ipynb #e77d6569
 def write_report(
     folders: Sequence[str | Path], # one, or two to be shown side by side
-    out: str | Path | None = None, # folder for the page and its pictures; None is "report" in the first folder
+    out: str | Path | None = None, # folder for page, pictures and their list; None is "report" in the first folder
 ) -> Path: # the page
     "Write a page, and its pictures as PNG files, for one folder with results, or for two side by side."
     if not 1 <= len(folders) <= 2:
@@ -308,10 +377,5 @@ def write_report(
             groups.setdefault("" if single else case.title, {})[name] = case
     text, pictures = page("fedl2p report: " + " | ".join(map(str, folders)), groups.values())
     out = Path(folders[0]) / "report" if out is None else Path(out)
-    out.mkdir(parents=True, exist_ok=True)
-    for old in out.glob("*-[0-9][0-9].png") if (out / "report.html").exists() else ():  # of an earlier report
-        old.unlink()
-    for name, content in pictures.items():
-        write_file(out / name, content)
-    write_file(out / "report.html", text.encode())
+    _replace(out, {**pictures, "report.html": text.encode()})
     return out / "report.html"

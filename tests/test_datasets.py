@@ -387,7 +387,6 @@ class Evil:
         return self.call
 
 
-@pytest.mark.filterwarnings("ignore:Unpickling a scalar with object dtype:DeprecationWarning")  # older numpy returns the bytes as they are
 @pytest.mark.parametrize("where", ["list", "element", "object array", "object scalar"])
 def test_malicious_pickle_is_refused_and_not_run(fedbn, where):
     mark = fedbn / "owned"
@@ -397,11 +396,10 @@ def test_malicious_pickle_is_refused_and_not_run(fedbn, where):
     thing = {"list": evil, "element": (["a"], [evil]), "object array": (np.array(["a"], object), np.array([evil], object)),
              "object scalar": (["a"], [Evil(scalar, (np.dtype("O"), inner))])}[where]
     (fedbn / "DomainNet" / "real_train.pkl").write_bytes(pickle.dumps(thing))
-    with pytest.raises((ValueError, FileNotFoundError)) as caught:
+    words = "values do not fit its shape" if where == "object scalar" else f"it wants to call '{os.mkdir.__module__}.mkdir'"
+    with pytest.raises(ValueError, match=f"real_train.pkl is no list of files and labels: .*{words}"):
         domainnet(fedbn, 2, pixels=8)
-    assert "real_train.pkl" in str(caught.value) and not mark.exists()
-    if where != "object scalar":
-        assert "wants to call" in str(caught.value)
+    assert not mark.exists()
 
 
 @pytest.mark.parametrize("name, label, words", [

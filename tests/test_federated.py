@@ -2,6 +2,8 @@
 
 import weakref
 from dataclasses import replace
+from fractions import Fraction
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,7 +14,18 @@ from hypothesis import strategies as st
 from fedl2p import federated
 from fedl2p import runner as pool
 from fedl2p.data import Client, Data
-from fedl2p.federated import EMPTY_ROUNDS, Diverged, Round, Update, average, fedavg, refusal, run_round, sample
+from fedl2p.federated import (
+    EMPTY_ROUNDS,
+    MAX_WEIGHT,
+    Diverged,
+    Round,
+    Update,
+    average,
+    fedavg,
+    refusal,
+    run_round,
+    sample,
+)
 from fedl2p.runner import Failure, Outcome, Runner, Task
 
 
@@ -126,16 +139,44 @@ def test_refusal():
         return good._replace(state={**good.state, **tensors})
 
     bad = {
-        "sent something else than the server's tensors": [None, {"w": torch.ones(2)}, good._replace(state={"w": torch.ones(2)})],
+        "sent something else than the server's tensors": [None, {"w": torch.ones(2)}, *[good._replace(state=s) for s in (
+            {"w": torch.ones(2)}, None, [], "wn", ["w", "n"], list(good.state.items()), 3, {})], sends(w=None), sends(w=[1.0, 1.0]), sends(w=np.ones(2, "float32")), sends(n=4)],
         "sent w with shape [3] and type torch.float32; the server has [2] and torch.float32": [sends(w=torch.ones(3))],
         "sent n with shape [] and type torch.float32; the server has [] and torch.int64": [sends(n=torch.tensor(4.0))],
         "sent w with values that are not finite": [sends(w=torch.tensor([1, float("inf")])), sends(w=torch.tensor([float("nan"), 1]))],
-        "sent weight 0": [good._replace(weight=0)],
-        "sent weight -1.0": [good._replace(weight=-1.0)],
-        "sent weight nan": [good._replace(weight=float("nan"))],
+        **{f"sent weight {name}; it must be a number > 0 and <= 1e+06": [good._replace(weight=w) for w in weights] for name, weights in {
+            "0": [0, 0.0], "-1": [-1, -1.0], "nan": [float("nan"), None, "3", True, [3], 1j, torch.tensor(3.0)], "1e+300": [1e300], "1e+308": [1e308],
+            "inf": [float("inf"), 10**400, 10**5000], "1.00001e+06": [MAX_WEIGHT + 10]}.items()},
     }
     for reason, updates in bad.items():
-        assert all(refusal(update, state) == Failure("refused", reason) for update in updates)
+        assert [refusal(update, state) for update in updates] == [Failure("refused", reason)] * len(updates)
+    assert not any(refusal(good._replace(weight=w), state) for w in (1, 0.5, np.int64(3), np.float32(0.5), Fraction(1, 3), MAX_WEIGHT, int(MAX_WEIGHT)))
+    assert refusal(None, {}) == Failure("refused", "sent something else than the server's tensors")
+
+
+@pytest.mark.filterwarnings("ignore:round 1")
+@pytest.mark.parametrize("weight", [1e300, 1e308, float("inf"), -1, float("nan"), "3", None, pytest.param(10**400, id="huge")])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_no_weight_ruins_the_mean(weight, workers):
+    (r,) = run(friends(4), 1, 1.0, partial(heavy, weight), runner=Runner(workers))
+    assert list(r.reports) == ["c0", "c1"] and list(r.failed) == ["c2", "c3"]
+    assert torch.equal(r.state["w"], torch.tensor([2 / 3 * 0.1]))
+
+
+def heavy(weight, model, settings, state, client, number):
+    """The last two clients have a weight of their own choice."""
+    update = step(model, settings, state, client, number)
+    return update if client.id in ("c0", "c1") else update._replace(weight=weight)
+
+
+@pytest.mark.parametrize("weight", [1, 3, 0.25])
+def test_weights_may_have_any_type_of_number(weight):
+    """And the mean is the very same."""
+    def work(kind, *args):
+        return step(*args)._replace(weight=kind(weight * (1 + len(args[3].train))))
+
+    means = [next(run(friends(3), 1, 1.0, partial(work, kind), runner=Runner(1))).state["w"] for kind in (float, np.float64, Fraction)]
+    assert torch.equal(means[0], means[1]) and torch.equal(means[0], means[2])
 
 
 def test_a_round():

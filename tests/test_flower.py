@@ -22,6 +22,7 @@ from fedl2p.core import load_tensors
 from fedl2p.digits import digits_federation, small_cnn
 from fedl2p.federated import Diverged
 from fedl2p.learner import FedL2P
+from fedl2p.metanet import signature
 from fedl2p.pretraining import Recipe, pretrain
 from fedl2p.runner import Failure, Outcome, Runner, Task, attempt, quiet
 
@@ -31,7 +32,7 @@ pytest.importorskip("flwr", reason='the extra "flower" is not installed')
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict  # noqa: E402
 from grid import Here, lean  # noqa: E402
 
-from fedl2p.flower import WORK, Nodes, Privacy, client_app, simulate  # noqa: E402
+from fedl2p.flower import WORK, Nodes, Privacy, _read, client_app, simulate  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:the lowest validation loss was that of the meta-nets at their start", "ignore:round")
 ROOT = Path(__file__).resolve().parent.parent
@@ -391,6 +392,50 @@ def learning(clients, config=QUICK):
     """The tasks of the first round."""
     model, state = mix_bn(network(), verbose=False), FedL2P(network(), config).metanets.state_dict()
     return [Task(learn_client, model, config, state, client, 1) for client in clients]
+
+
+HUGE = [1e6 + 1, 10**7, 1e300, 1e308, float("inf"), 10**400]
+ODD = [0, -1, float("nan"), "3", None, True, [3]]
+
+
+@pytest.mark.parametrize("work", ["train", "describe", "learn"])
+def test_numbers_of_samples_are_bounded(work):
+    """`_read` by itself, with records that Flower might not even send."""
+    task, numbers = learning(seen()[:1])[0], {"val_loss": 1.0, "diverging": 0} if work == "learn" else {}
+    arrays = ArrayRecord({"w": Array(torch.ones(2).numpy())})
+
+    def read(n, **more):
+        return _read(work, task, {"arrays": arrays, "metrics": {"num-examples": n, **numbers, **more}})
+
+    for n in (1, 0.5, 157, 1e6):
+        assert read(n).weight == n and read(n).report == numbers
+    for n in HUGE + ODD:
+        with pytest.raises(ValueError, match="^num-examples must be > 0 and <= 1e\\+06, got|^numbers must be finite"):
+            read(n)
+    for name in numbers:
+        for value in (float("inf"), float("nan"), "3", None, True, 10**400):
+            with pytest.raises(ValueError, match="^numbers must be finite"):
+                read(1, **{name: value})
+
+
+def test_scores_are_bounded():
+    (task,) = learning(seen()[:1])
+    layers = signature(task.model)
+    good = {"right": 3, "n": 10, "loss": 0.5, "beta": [0.5] * len(layers.bn_layers), "eta": [0.1] * len(layers.tensors)}
+
+    def read(**more):
+        return _read("score", task, {"metrics": {**good, **more}}).score
+
+    assert read() == (3, 0.5, 10) and read(n=10**6).n == 10**6 and read(loss=float("inf")).loss == float("inf") and read(loss=2).loss == 2.0
+    for n in [*HUGE, *ODD, 10.0]:
+        with pytest.raises(ValueError, match="^n must be >= 1 and <= 1e\\+06, got|^right and n must be whole numbers"):
+            read(n=n)
+    for right in (-1, 11, 2.5, 3.0, float("nan"), "3", None, True, 10**400):
+        with pytest.raises(ValueError, match="right"):
+            read(right=right)
+    for loss in (float("nan"), "0.5", None, True, [0.5], 10**400):
+        with pytest.raises(ValueError, match="^right and n must be whole numbers and loss a number"):
+            read(loss=loss)
 
 
 class Failing(Here):

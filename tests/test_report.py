@@ -16,6 +16,7 @@ import zlib
 
 import pytest
 
+from fedl2p import report
 from fedl2p.cli import main
 from fedl2p.client import Config
 from fedl2p.report import STYLE, cases, write_report
@@ -180,13 +181,162 @@ def test_reading_changes_nothing(folder, tmp_path):
     assert sorted(copy.rglob("*")) == before
 
 
-def test_pictures_of_an_earlier_report_go(folder, tmp_path):
+@pytest.fixture
+def small(tmp_path):
+    """A folder with one cell, whose report has one picture."""
+    cell(tmp_path / "small", "none", plain())
+    return tmp_path / "small"
+
+
+def names(out):
+    return {path.name for path in out.iterdir()}
+
+
+def test_pictures_of_an_earlier_report_go_and_those_of_others_stay(small, tmp_path):
     out = tmp_path / "out"
-    write_report([folder], out)
-    (out / "old-99.png").write_bytes(b"x")
-    (out / "mine.png").write_bytes(b"x")
-    write_report([folder], out)
-    assert not (out / "old-99.png").exists() and (out / "mine.png").exists()
+    cell(tmp_path / "more", "fedl2p", learned(), layers=LAYERS)
+    cell(tmp_path / "more", "none", plain())
+    first = names(write_report([tmp_path / "more"], out).parent)
+    strangers = {"x-01.png": b"a holiday", "mine.png": b"x", "office-imagenet-99.png": b"y", "notes.html": b"z"}
+    for name, content in strangers.items():
+        (out / name).write_bytes(content)
+    write_report([small], out)
+    pictures = {name for name in names(out) - strangers.keys() if name.endswith(".png")}
+    assert names(out) == {"report.html", "report.json", *pictures, *strangers} and 1 == len(pictures) < len(first) - 2
+    assert json.loads((out / "report.json").read_text()) == {"format": "fedl2p report 1", "files": sorted({"report.html", *pictures})}
+    assert {name: (out / name).read_bytes() for name in strangers} == strangers
+    assert (out / "report.html").read_text().count("<img") == 1
+
+
+def test_a_folder_of_others_is_fine_unless_a_name_is_taken(small, tmp_path):
+    out = tmp_path / "site"
+    out.mkdir()
+    (out / "index.html").write_text("mine")
+    (out / "x-01.png").write_text("mine")
+    made = names(write_report([small], out).parent) - {"index.html", "x-01.png"}
+    assert (out / "index.html").read_text() == (out / "x-01.png").read_text() == "mine"
+    for name in made:
+        other = tmp_path / f"other {name}"
+        other.mkdir()
+        (other / name).write_text("mine")
+        with pytest.raises(ValueError, match=f"{re.escape(name)} is not (of an earlier report|the list of an earlier report's files); move it, or choose another folder$"):
+            write_report([small], other)
+        assert names(other) == {name} and (other / name).read_text() == "mine"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="links need rights there")
+def test_a_report_is_not_written_through_links(small, tmp_path, capsys):
+    (tmp_path / "theirs").mkdir()
+    for target in (tmp_path / "theirs", tmp_path / "nowhere"):
+        (small / "report").symlink_to(target)
+        for more in ([], ["--out", f"{small}/report/"]):
+            assert main(["report", str(small), *more]) == 1
+            assert capsys.readouterr().err == f"fedl2p: out must be a folder and not a link, got '{small / 'report'}'\n"
+        (small / "report").unlink()
+    assert not names(tmp_path / "theirs") and not (tmp_path / "nowhere").exists()
+
+    out = write_report([small]).parent
+    for name in names(out):  # the manifest lists them, so they could be replaced
+        (tmp_path / "theirs" / name).write_text("precious")
+        kept = (out / name).read_bytes()
+        (out / name).unlink()
+        (out / name).symlink_to(tmp_path / "theirs" / name)
+        with pytest.raises(ValueError, match=f"{re.escape(name)} is not .*; move it, or choose another folder"):
+            write_report([small])
+        (out / name).unlink()
+        (out / name).write_bytes(kept)
+    assert {path.read_text() for path in (tmp_path / "theirs").iterdir()} == {"precious"}
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ValueError, match="out must be a folder and not a link, got '.*file'"):
+        write_report([small], tmp_path / "file")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="links need rights there")
+def test_a_manifest_deletes_nothing_but_files_of_a_report(small, tmp_path):
+    out = tmp_path / "report"
+    (out / "sub").mkdir(parents=True)
+    (out / "folder-01.png").mkdir()
+    kept = [tmp_path / "x-01.png", tmp_path / "report.html", out / "sub" / "x-01.png", out / "policy.safetensors", out / "a-seed0.json", out / ".x-01.png.part"]
+    for path in kept:
+        path.write_text("precious")
+    (out / "link-01.png").symlink_to(kept[0])
+    (out / "old-01.png").write_text("of an earlier report")
+    listed = ["../../x-01.png", "../x-01.png", str(kept[0]), "sub/x-01.png", "sub\\x-01.png", "..", ".", "", "policy.safetensors", "a-seed0.json", ".x-01.png.part",
+              "folder-01.png", "link-01.png", "gone-01.png", "old-01.png", "x-01.png\n", "\0-01.png", 3, None, ["x-01.png"], {}]
+    (out / "report.json").write_text(json.dumps({"format": "fedl2p report 1", "files": listed}))
+    write_report([small], out)
+    assert {path.read_text() for path in kept} == {"precious"} and (out / "folder-01.png").is_dir() and (out / "link-01.png").is_symlink()
+    assert not (out / "old-01.png").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"{}", b'{"files": ["x-01.png"]}', b'{"format": "fedl2p report 1", "files": "x"}', b'{"format": "fedl2p report 1"}', b"\xff", b"[" * 100_000])
+def test_a_manifest_of_somebody_else_is_refused(small, tmp_path, content):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "report.json").write_bytes(content)
+    (out / "x-01.png").write_bytes(b"x")
+    with pytest.raises(ValueError, match="report.json is not the list of an earlier report's files; move it, or choose another folder"):
+        write_report([small], out)
+    assert names(out) == {"report.json", "x-01.png"} and (out / "report.json").read_bytes() == content
+
+
+def test_a_report_that_broke_off_can_be_made_again(small, tmp_path, monkeypatch):
+    cell(tmp_path / "more", "fedl2p", learned(), layers=LAYERS)
+    out, replace = tmp_path / "out", os.replace
+    for broken, source in ((2, tmp_path / "more"), (1, small), (3, tmp_path / "more")):
+        calls = []
+
+        def breaks(*paths, calls=calls, broken=broken):
+            calls.append(paths)
+            if len(calls) > broken:
+                raise OSError("no space left on device")
+            replace(*paths)
+
+        monkeypatch.setattr(os, "replace", breaks)
+        with pytest.raises(OSError, match="no space left"):
+            write_report([source], out)
+        monkeypatch.setattr(os, "replace", replace)
+    write_report([small], out)
+    assert len(names(out)) == 3  # page, picture and list
+
+
+READS = """
+import sys, time, warnings
+warnings.simplefilter("always")
+from fedl2p.report import cases
+start = time.time()
+[case] = cases(sys.argv[1])
+print(len(case.records), time.time() - start < 20)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such files")
+def test_only_regular_files_are_read(small, tmp_path):
+    """A pipe would wait for ever, and /dev/zero never ends."""
+    odd = small / "office"
+    os.mkfifo(odd / "a-seed0.json")
+    (odd / "b-seed0.json").symlink_to("/dev/zero")
+    (odd / "c-seed0.json").symlink_to(next(small.rglob("none-seed0.json")))
+    (odd / "d-seed0.json").symlink_to(tmp_path / "nowhere")
+    (odd / "e-seed0.json").mkdir()
+    (odd / "loop").symlink_to(small)
+    done = subprocess.run([sys.executable, "-c", READS, str(small)], capture_output=True, text=True, timeout=100)
+    assert done.stdout == "4 True\n", done.stderr
+    left_out = re.findall(r"RuntimeWarning: .*/(.-seed0.json) is left out: it is not a regular file", done.stderr)
+    assert left_out == [f"{letter}-seed0.json" for letter in "abcde"]
+
+
+def test_large_files_are_left_out(tmp_path, monkeypatch):
+    paths = [cell(tmp_path, method, plain()) for method in ("fedl2p", "none", "plain")]
+    size = max(path.stat().st_size for path in paths)
+    large = cell(tmp_path, "large", plain(60))
+    monkeypatch.setattr(report, "_FILE_BYTES", size)
+    with pytest.warns(RuntimeWarning, match="large-seed0.json is left out: it has more than"):
+        assert len(cases(tmp_path)[0].records) == 12
+    large.unlink()
+    monkeypatch.setattr(report, "_FOLDER_BYTES", 2 * size)
+    with pytest.warns(RuntimeWarning, match="plain-seed0.json is left out: .*with it all have more than"):
+        assert len(cases(tmp_path)[0].records) == 8
 
 
 def test_nothing_in_a_folder_becomes_markup(tmp_path):
