@@ -213,7 +213,7 @@ def spread_table(
 # %% ../nbs/12_clusters.ipynb #cbfadcdd
 def _inputs(model: nn.Module, config: Config, state: None, client: Client, number: int) -> Profile:
     client = client.to(device_of(model))
-    return personal_profile(model, config, client.train + client.val, client.id)
+    return personal_profile(model, config, client.samples(config.personalize_on), client.id)
 
 
 def mean_strategy(

@@ -295,7 +295,8 @@ def score_client(
     held_out: bool = True, # judge on the test samples; False: train on training samples, judge on those for validation
 ) -> Score: # no right answers and infinite loss if the model diverged
     "Fine-tune for a client and judge."
-    data, judge = client.samples(tuning.personalize_on if held_out else "train"), client.test if held_out else client.val
+    data = client.samples(tuning.personalize_on if held_out else "train")
+    judge = client.test if held_out else client.val
     diverged = Score(0, math.inf, len(judge))
     try:
         score = evaluate(model, finetune(model, strategy, data, tuning, generator), judge)

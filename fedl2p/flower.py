@@ -25,7 +25,7 @@ from torch import nn
 
 from .bn import mix_bn
 from .checkpoint import fingerprint
-from .client import Config, Result, describe_client, learn_client, score_policy
+from .client import Config, Result, describe_client, learn_client, score_policy, validate_client
 from .core import State, cores, device_of, load_or_make, load_tensors, require, save_tensors
 from .data import Client, Data
 from .federated import MAX_WEIGHT, Update, refusal
@@ -49,6 +49,7 @@ WORK: dict[str, Callable[..., Any]] = { # all that a server can ask for, as func
     "train": train_client,
     "describe": describe_client,
     "learn": learn_client,
+    "validate": validate_client,
     "score": score_policy,
 }
 _DIVERGED, _LOST, _RAISED = 1001, 1002, 2  # codes of errors: of our own, and Flower's for an app that raised
@@ -75,6 +76,12 @@ def _reply(message: Message, answer: Callable[[], dict]) -> Message:
         code = _DIVERGED if outcome.failure.kind == "diverged" else _RAISED
         return Message(Error(code, outcome.failure.reason), reply_to=message)
     return Message(outcome.value, reply_to=message)
+
+
+def _numbers(update: Update) -> MetricRecord:
+    "What an update says besides its tensors; the server does not need beta and eta."
+    numbers = {k: v for k, v in update.report.items() if k not in ("beta", "eta")}
+    return MetricRecord({"num-examples": update.weight, **numbers})
 
 
 def _do(work: str, message: Message, folder: Path, client: Client, model: nn.Module) -> Any:
@@ -144,16 +151,15 @@ def client_app(
         def answer() -> dict:
             work = message.content["config"]["work"]
             update = _do(work if work in ("train", "describe") else "learn", message, home(context), *load(context))
-            # The server does not need beta and eta.
-            numbers = {k: v for k, v in update.report.items() if k not in ("beta", "eta")}
-            metrics = MetricRecord({"num-examples": update.weight, **numbers})
-            return {"arrays": _arrays(update.state), "metrics": metrics}
+            return {"arrays": _arrays(update.state), "metrics": _numbers(update)}
 
         return _reply(message, answer)
 
     @app.evaluate(mods=[keep])
     def evaluate(message: Message, context: Context) -> Message:
         def answer() -> dict:
+            if message.content["config"]["work"] == "validate":
+                return {"metrics": _numbers(_do("validate", message, home(context), *load(context)))}
             result = _do("score", message, home(context), *load(context))
             strategy = {"beta": result.strategy.beta.tolist(), "eta": result.strategy.eta.tolist()}
             return {"metrics": MetricRecord({**result.score._asdict(), **strategy})}
@@ -220,7 +226,8 @@ class Nodes:
 
     def _ask(self, work: str, task: Task, nodes: Sequence[int]) -> tuple[dict[int, Message], str]:
         "Answers by node, and the name of the model: who lacks it gets it in the same message, who lost it once more."
-        name, kind = "" if work == "train" else fingerprint(task.model), "evaluate" if work == "score" else "train"
+        name = "" if work == "train" else fingerprint(task.model)
+        kind = "evaluate" if work in ("score", "validate") else "train"
         config = {"work": work, "model": name, "round": task.number, "settings": json.dumps(asdict(task.settings))}
         plain = {"arrays": _arrays(task.state), "config": ConfigRecord(config)}
 
@@ -304,12 +311,13 @@ def _read(work: str, task: Task, content: RecordDict) -> Update | Result:
     if work == "score":
         return _read_score(task, m)
     names = {"num-examples"}
-    if work == "learn":
+    if work in ("learn", "validate"):
         names |= {"val_loss", "diverging", *(["start_loss"] if settings.keep == "paired" else [])}
     if m.keys() != names or not all(_is_number(v) and v < math.inf for v in m.values()):
         raise ValueError(f"numbers must be finite, with the names {', '.join(sorted(names))}, got {m}")
     require(0 < m["num-examples"] <= MAX_WEIGHT, "num-examples", f"> 0 and <= {MAX_WEIGHT:g}", m["num-examples"])
-    return Update(dict(content["arrays"].to_torch_state_dict()), m.pop("num-examples"), m)
+    state = task.state if work == "validate" else dict(content["arrays"].to_torch_state_dict())
+    return Update(state, m.pop("num-examples"), m)
 
 
 def _read_score(task: Task, m: dict[str, Any]) -> Result:

@@ -115,8 +115,7 @@ class FedL2P:
 
     def _samples(self, client: Client | Data) -> tuple[Data, str]:
         "What a client fine-tunes on, checked, on the model's device; and its name."
-        named = isinstance(client, Client)
-        data, id = (client.samples(self.config.personalize_on), client.id) if named else (client, "")
+        id, data = ("", client) if isinstance(client, Data) else (client.id, client.samples(self.config.personalize_on))
         data = data.to(device_of(self.model))
         check(Client(id, data, data[:0], data[:0]), self.model, ["train"])
         return data, id
@@ -147,8 +146,8 @@ class Course(NamedTuple):
     history: list[Json] # records of the rounds, the last of them without learning
 
     def after(self, r: Round, keep: Keep, final: bool = False) -> "Course":
-        """One round later. The losses of a round are those of the lambda that was sent out, or, with keep="after", those
-        of all meta-steps, which the authors' code counts for the lambda that the round leads to."""
+        """One round later. The losses of a round are those of the lambda that was sent out, or, with keep="after",
+        those of all meta-steps, which the authors' code counts for the lambda that the round leads to."""
         record = _record(r) | ({"final": True} if final else {})
         better = _loss(record) < min(map(_loss, self.history), default=float("inf"))
         now = self.now if final else r.state

@@ -23,7 +23,7 @@ from fedl2p.studies.published import Condition
 from fedl2p.studies.tables import collect, condition_of, results, summarise
 
 SMALL = ["--seeds", "3", "--clients", "5", "--unseen", "5", "--rounds", "6", "--epochs", "1", "--fraction", "0.4", "--meta-steps", "1", "--pretraining-rounds", "8"]
-PLAIN = ["none", "ft-c", "ft-g", "ft-i", "ft-c-best", "ft-g-best", "ft-i-best"]
+PLAIN = ["none", "ft-c", "ft-g", "ft-i", "ft-c-best", "ft-g-best", "ft-i-best", "ft-c-precise-best"]
 LEARNED = ["l2p", "fedl2p-start", "fedl2p-ift", "fedl2p-ift-mean", "fedl2p-fomaml", "fedl2p-fomaml-mean"]
 CELLS = Path("digits/small/fedavg-alpha0.5-e1")
 PRETRAINED = Path("digits/small/pretrained/fedavg-alpha0.5-seed3.safetensors")

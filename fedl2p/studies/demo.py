@@ -73,7 +73,8 @@ def jobs(
     how = replace(base, config=demo.config, recipe=recipe, clients=deal)
     condition = Condition("digits", demo.alpha, demo.config.epochs, "fedavg")
     policies = [f"fedl2p-{estimator}" for estimator in dict.fromkeys([demo.config.estimator, *demo.more_estimators])]
-    plain = ["none", "ft-c", "ft-g", "ft-i", "ft-c-best", "ft-g-best", "ft-i-best", "l2p", "fedl2p-start"]
+    plain = ["none", "ft-c", "ft-g", "ft-i", "ft-c-best", "ft-g-best", "ft-i-best", "ft-c-precise-best",
+             "l2p", "fedl2p-start"]
     methods = [*plain, *(method for policy in policies for method in (policy, f"{policy}-mean"))]
     machine = Machine(workers=demo.workers, device=demo.device, limit=demo.limit)
     runner = Runner(demo.workers, progress=progress, limit=demo.limit)
@@ -132,8 +133,8 @@ def _about(seeds: list[int]) -> str:
     "What the numbers of the table are."
     if len(seeds) == 1:
         return f"Test accuracy in percent; one seed, {seeds[0]}, so no ±."
-    return (f"Test accuracy in percent: mean ± standard deviation over the seeds {', '.join(map(str, seeds))}. Each "
-            "has clients and a pretrained model of its own: the deviation contains the draw of both, and of the test set.")
+    return (f"Test accuracy in percent: mean ± standard deviation over the seeds {', '.join(map(str, seeds))}. Each has "
+            "clients and a pretrained model of its own: the deviation contains the draw of both, and of the test set.")
 
 
 def write_results(

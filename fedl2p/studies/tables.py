@@ -216,8 +216,8 @@ def _notes(study: str, scale: str, cells: Sequence[Json], single: Sequence[Condi
     machines = "; ".join(dict.fromkeys(f"{c['machine']['device']}, {c['machine']['cores']} cores" for c in cells))
     made = (f"Ours: scale {scale}, seeds {seeds}, {len(cells)} cells, {hours:.1f} hours on {machines} "
             "(of a cell that was stopped, the last part counts).")
-    errors = ("No ±: one seed, or the same in each. Test set ±: standard error of the accuracy in bold over clients; no "
-              "error of differences in its row, since all methods have the same clients."
+    errors = ("No ±: one seed, or the same in each. Test set ±: standard error of the accuracy in bold over clients; "
+              "no error of differences in its row, since all methods have the same clients."
               + f" One seed only: {'; '.join(map(label, single))}." * bool(single))
     data = dict.fromkeys((c["dataset"], _seeding(c), c["differs"]) for c in cells)
     differ = [f"{d}: {seeding}." + f" It differs from the paper: {text}." * bool(text) for d, seeding, text in data]
