@@ -133,7 +133,8 @@ def _about(seeds: list[int]) -> str:
     "What the numbers of the table are."
     if len(seeds) == 1:
         return f"Test accuracy in percent; one seed, {seeds[0]}, so no ±."
-    return (f"Test accuracy in percent: mean ± standard deviation over the seeds {', '.join(map(str, seeds))}. Each has "
+    over = ", ".join(map(str, seeds))
+    return (f"Test accuracy in percent: mean ± standard deviation over the seeds {over}. Each has "
             "clients and a pretrained model of its own: the deviation contains the draw of both, and of the test set.")
 
 
