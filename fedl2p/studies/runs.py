@@ -52,6 +52,7 @@ OUR_METHODS = {
     "ft-c-best": "FT (BN C), best rate",
     "ft-g-best": "FT (BN G), best rate",
     "ft-i-best": "FT (BN I), best rate",
+    "ft-c-zero": "FT (BN C), statistics from (0, 1)",
     "ft-c-precise": "FT (BN C), precise statistics",
     "ft-c-precise-best": "FT (BN C), precise statistics, best rate",
     "fedl2p-start": "FedL2P before learning",
@@ -175,7 +176,8 @@ class Job(NamedTuple):
         twice = {"hvp": "central"} if self.machine.compile else {}  # a compiled network can be differentiated once
         own = {**twice, **LEARNED.get(learned_by(self.cell.method), {})}
         if self.cell.method.startswith("ft-"):  # ordinary fine-tuning, unless the name says otherwise
-            own["statistics"] = "precise" if "-precise" in self.cell.method else "pretrained"
+            words = {"precise": "precise", "zero": "zero-one"}
+            own["statistics"] = next((words[w] for w in self.cell.method.split("-") if w in words), "pretrained")
         return replace(self.how.config, epochs=self.cell.condition.epochs, seed=self.cell.seed, **own)
 
     @property
@@ -267,7 +269,7 @@ def _results(job: Job, model: nn.Module, everybody: Federation) -> Json:
         return [by_name[""] for by_name in scored]
 
     if not (policy_of := learned_by(method)):
-        name, more["lr"] = method.removesuffix("-best").removesuffix("-precise"), config.lr
+        name, more["lr"] = "-".join(method.split("-")[:2]), config.lr  # ft-c of ft-c-precise-best
         if method.endswith("-best"):  # by all who learn a policy, not only those who are scored
             kept["grid"] = list(GRID)
             kept["chosen"] = more["lr"] = choose_rate(model, name, everybody.seen, config, job.titled(": rates"))
