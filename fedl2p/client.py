@@ -98,6 +98,8 @@ def _check(config: Config) -> None:
             require_choice(name, getattr(config, name), get_args(hint))
     for name in ("epochs", "batch_size", "rounds", "meta_steps", "patience", "hidden"):
         require(getattr(config, name) >= 1, name, ">= 1", getattr(config, name))
+    for name in ("meta_lr_bn", "meta_lr_lr", "meta_lr_scale"):
+        require(0 <= getattr(config, name) < math.inf, name, ">= 0 and finite", getattr(config, name))
     for name in ("lr", "clip", "psi"):
         require(0 < getattr(config, name) < math.inf, name, "> 0 and finite", getattr(config, name))
     require(config.neumann_terms >= 0, "neumann_terms", ">= 0", config.neumann_terms)

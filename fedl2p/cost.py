@@ -72,7 +72,7 @@ def meta_gradients(
     strategy = policy(untrained(model, config), profile_of(model, config, client.train, key), config)
     tuned = finetune(model, strategy, client.train, config.tuning, generator(*key), full=True)
     path = tuned.path._replace(steps=())  # no estimator here uses the losses of the steps
-    hyper = {"beta": strategy.beta.detach(), "eta": strategy.eta.detach()}
+    hyper = tuned.hyper
 
     def loss(data: Data) -> Loss:
         batch = data[torch.arange(config.batch_size) % len(data)]

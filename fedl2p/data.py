@@ -9,13 +9,13 @@ __all__ = ['Samples', 'Data', 'Client', 'split', 'make_client', 'split_batches',
 # %% ../nbs/01_data.ipynb #097784e6
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .core import evaluating, generator, require
+from .core import evaluating, generator, require, require_choice
 
 # %% ../nbs/01_data.ipynb #2ab9d91f
 @dataclass(frozen=True, eq=False)
@@ -65,6 +65,7 @@ class Client:
 
     def samples(self, part: Samples) -> Data:
         "Training samples, or training and validation samples together."
+        require_choice("part", part, get_args(Samples))
         return self.train + self.val if part == "train+val" else self.train
 
     def to(self, device: torch.device | str) -> "Client":

@@ -116,7 +116,7 @@ def digits_clients(
     if n_clients < len(shifts):
         raise ValueError(f"n_clients must be >= {len(shifts)}, one for each of the domains {', '.join(shifts)}, "
                          f"got {n_clients}")
-    data = data or Data(*digits())
+    data = Data(*digits()) if data is None else data
     clients = []
     for d, kind in enumerate(shifts):
         looks = Data(shift(data.x, kind, seed), data.y)

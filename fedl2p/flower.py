@@ -26,7 +26,17 @@ from torch import nn
 from .bn import mix_bn
 from .checkpoint import fingerprint
 from .client import Config, Result, describe_client, learn_client, score_policy, validate_client
-from .core import State, cores, device_of, load_or_make, load_tensors, require, save_tensors
+from fedl2p.core import (
+    State,
+    cores,
+    device_of,
+    load_or_make,
+    load_tensors,
+    require,
+    require_choice,
+    save_tensors,
+    warn,
+)
 from .data import Client, Data
 from .federated import MAX_WEIGHT, Update, refusal
 from .finetune import Score
@@ -42,7 +52,6 @@ try:
     from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedAvg
 except ImportError as error:
     raise ImportError('fedl2p.flower needs Flower: pip install "fedl2p[flower]"') from error
-from .core import warn
 
 # %% ../nbs/library/flower.ipynb #ce61161f
 WORK: dict[str, Callable[..., Any]] = { # all that a server can ask for, as functions of a task
@@ -150,7 +159,8 @@ def client_app(
     def train(message: Message, context: Context) -> Message:
         def answer() -> dict:
             work = message.content["config"]["work"]
-            update = _do(work if work in ("train", "describe") else "learn", message, home(context), *load(context))
+            require_choice("work", work, ("train", "describe", "learn"))
+            update = _do(work, message, home(context), *load(context))
             return {"arrays": _arrays(update.state), "metrics": _numbers(update)}
 
         return _reply(message, answer)
@@ -158,9 +168,11 @@ def client_app(
     @app.evaluate(mods=[keep])
     def evaluate(message: Message, context: Context) -> Message:
         def answer() -> dict:
-            if message.content["config"]["work"] == "validate":
-                return {"metrics": _numbers(_do("validate", message, home(context), *load(context)))}
-            result = _do("score", message, home(context), *load(context))
+            work = message.content["config"]["work"]
+            require_choice("work", work, ("validate", "score"))
+            result = _do(work, message, home(context), *load(context))
+            if work == "validate":
+                return {"metrics": _numbers(result)}
             strategy = {"beta": result.strategy.beta.tolist(), "eta": result.strategy.eta.tolist()}
             return {"metrics": MetricRecord({**result.score._asdict(), **strategy})}
 
@@ -274,7 +286,7 @@ class Nodes:
         if node is None:
             return Outcome(None, Failure("died", "its node is not there"))
         if (reply := answers.get(node)) is None:
-            return Outcome(None, Failure("died", f"did not answer in {self.timeout:g} s"))
+            return Outcome(None, Failure("late", f"did not answer in {self.timeout:g} s"))
         if reply.has_error():
             diverged = reply.error.code == _DIVERGED
             return Outcome(None, Failure("diverged" if diverged else "raised", f"{reply.error.reason}"))

@@ -61,7 +61,7 @@ class FedL2P:
         folder: str | Path | None = None, # keeps checkpoint.safetensors and rounds.jsonl, and goes on from them
         runner: Runner = Runner(progress=bar),  # noqa: B008, frozen; who does the clients' work
     ) -> "FedL2P": # itself, with the best meta-nets
-        "Learn the meta-nets (Algorithm 1)."
+        "Learn the meta-nets from their start (Algorithm 1), or from where the folder has them."
         _fit(self, clients, None if folder is None else Path(folder), runner)
         return self
 
@@ -194,7 +194,7 @@ def _standardise(learner: FedL2P, clients: Sequence[Client], runner: Runner) -> 
     [r] = fedavg(describe_client, learner.model, config, start, clients, 1, 1.0, config.seed, runner)
     mean, square = r.state["mean"], r.state["square"]
     deviation = (square - mean**2).clamp_min(0).sqrt()
-    differs = deviation > 1e-6 * (1 + mean.abs())  # an input that is the same for all says nothing
+    differs = deviation > 1e-6 * (1 + mean.abs())  # an input that is the same for all is not divided by 0
     metanets.center.copy_(mean)
     metanets.deviation.copy_(torch.where(differs, deviation, 1.0))
 
@@ -212,9 +212,10 @@ def _fit(learner: FedL2P, clients: Sequence[Client], folder: Path | None, runner
     model, config = learner.model, learner.config
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-    who = fingerprint(model, learner.metanets, *sorted(clients, key=lambda c: c.id))
+    who = fingerprint(model, untrained(model, config), *sorted(clients, key=lambda c: c.id))
     settings = {**asdict(config), "model and clients": who}
     course = _restore(folder, settings, device_of(model))
+    learner.metanets = untrained(model, config, course.now if course else None)  # a second call starts anew
     if course is None and config.inputs == "standard":
         _standardise(learner, clients, runner)
     start = deepcopy(learner.metanets.state_dict())
@@ -234,5 +235,5 @@ def _fit(learner: FedL2P, clients: Sequence[Client], folder: Path | None, runner
     learner.metanets.load_state_dict(course.best)
     kept, still = (all(torch.equal(lam[k], t) for k, t in start.items()) for lam in (course.best, course.now))
     if kept and not still:
-        warn("the lowest validation loss was that of the meta-nets at their start, and so they are as they were; "
-             "each round asks other clients: more rounds, or a larger fraction, may tell better")
+        warn("no round had a lower validation loss than the first, so the meta-nets are returned as they started; "
+             "try more rounds, or a larger fraction of clients in each")

@@ -6,6 +6,7 @@
 __all__ = ['Pretraining', 'perfedavg_step', 'Recipe', 'train_client', 'pretrain']
 
 # %% ../nbs/library/pretraining.ipynb #f9714011
+import math
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
@@ -69,7 +70,7 @@ class Recipe:
         for name in ("rounds", "epochs", "batch_size"):
             require(getattr(self, name) >= 1, name, ">= 1", getattr(self, name))
         for name in ("lr", "inner_lr", "delta", *["final_lr"] * (self.final_lr is not None)):
-            require(getattr(self, name) > 0, name, "> 0", getattr(self, name))
+            require(0 < getattr(self, name) < math.inf, name, "> 0 and finite", getattr(self, name))
         require(0 < self.fraction <= 1, "fraction", "in (0, 1]", self.fraction)
         require(all(0 < drop <= 1 for drop in self.drops), "drops", "all in (0, 1]", self.drops)
 

@@ -9,7 +9,7 @@ from fedl2p.core import Table, markdown
 
 
 @pytest.mark.parametrize("wrong, words", [
-    (["--clients", "7"], "clients must be a multiple of 5, got 7"),
+    (["--clients", "7"], "clients must be a multiple of 5, >= 5, got 7"),
     (["--clients", "2000"], "402 clients a domain need 5 to 1397 images"),
     (["--unseen", "-5"], "unseen must be 0 or a multiple of 5, got -5"),
     (["--alpha", "0"], "alpha must be > 0 and finite, got 0.0"),
@@ -17,8 +17,8 @@ from fedl2p.core import Table, markdown
     (["--seeds"], "seeds must be different whole numbers >= 0, at least one, got ()"),
     (["--seeds", "-1"], "seeds must be different whole numbers >= 0, at least one, got (-1,)"),
     (["--seed", "3"], "seed must be left out (the demo has --seeds), got 3"),
-    (["--workers", "-1"], "workers must be >= 0, got -1"),
-    (["--limit", "0"], "limit must be > 0, got 0.0"),
+    (["--workers", "-1"], "workers must be >= 0 or None, got -1"),
+    (["--limit", "0"], "limit must be > 0 or None, got 0.0"),
     (["--pretraining-rounds", "0"], "pretraining_rounds must be >= 1, got 0"),
     (["--rounds", "0"], "rounds must be >= 1, got 0"),
     (["--device", "tpu"], "device must be one of auto, ... here, got 'tpu'"),

@@ -367,12 +367,15 @@ def test_a_node_that_does_not_say_who_it_is(here, spoil):
 @pytest.mark.parametrize("kind", ["train", "evaluate"])
 @pytest.mark.parametrize(("content", "reason"), [
     ({}, "KeyError: "),
-    ({"config": ConfigRecord({"work": "learn"})}, "KeyError: "),
+    ({"config": {"work": "known"}}, "KeyError: "),
+    ({"config": {"work": "magic"}}, "ValueError: work must be one of "),
     ({"model": ArrayRecord()}, "KeyError: "),
     ({"model": ArrayRecord({"w": Array(torch.zeros(1).numpy())})}, "RuntimeError: "),
-    ({"arrays": ArrayRecord(), "config": ConfigRecord({"work": "learn", "model": "../x", "settings": "{}", "round": 1})}, "the node does not have the model ../x: "),
+    ({"arrays": ArrayRecord(), "config": {"work": "known", "model": "../x", "settings": "{}", "round": 1}}, "the node does not have the model ../x: "),
 ])
 def test_a_node_survives_its_server(here, kind, content, reason, tmp_path):
+    known = {"train": "learn", "evaluate": "score"}[kind]
+    content = {k: ConfigRecord({**v, "work": v["work"].replace("known", known)}) if k == "config" else v for k, v in content.items()}
     reply = here.deliver(Message(RecordDict(content), 100, kind))
     assert reply.has_error() and reply.error.reason.startswith(reason) and not list(tmp_path.rglob("*.safetensors"))
 

@@ -74,7 +74,7 @@ def test_best_lambda_is_the_one_that_was_sent(model, federation):
 
 
 def test_it_says_when_nothing_was_kept(model, federation):
-    with pytest.warns(RuntimeWarning, match="as they were"):
+    with pytest.warns(RuntimeWarning, match="as they started"):
         learner = FedL2P(model, replace(QUICK, rounds=1)).fit(federation.seen, runner=Runner(0))
     assert same(learner, FedL2P(model, QUICK))
 

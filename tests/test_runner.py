@@ -181,7 +181,7 @@ def test_only_its_own_time_is_charged_to_a_client():
 
 @pytest.mark.parametrize("limit", [0, -1.0, float("nan")])
 def test_limits_are_positive(limit):
-    with pytest.raises(ValueError, match=f"^limit must be > 0, got {limit}$"):
+    with pytest.raises(ValueError, match=f"^limit must be > 0 or None, got {limit}$"):
         Runner(limit=limit)
     assert Runner(limit=None).limit is None and Runner().limit == 3600
     assert list(Runner(1, limit=None).run_all(tasks(threads, 1))) == [Outcome(1)]
@@ -369,7 +369,7 @@ def test_one_thread_each_and_threads_are_put_back():
     before = torch.get_num_threads()
     assert {o.value for w in (0, 1, 2) for o in Runner(w).run_all(tasks(threads, 3))} == {1}
     assert torch.get_num_threads() == before
-    with pytest.raises(ValueError, match=r"^workers must be >= 0, got -1$"):
+    with pytest.raises(ValueError, match=r"^workers must be >= 0 or None, got -1$"):
         Runner(-1)
 
 

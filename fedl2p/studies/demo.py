@@ -54,7 +54,7 @@ class Demo:
     def __post_init__(self):
         check_seeds(self.seeds)
         kinds = len(SHIFTS)
-        require(self.clients >= kinds and self.clients % kinds == 0, "clients", f"a multiple of {kinds}", self.clients)
+        require(self.clients >= kinds and self.clients % kinds == 0, "clients", f"a multiple of {kinds}, >= {kinds}", self.clients)
         require(self.unseen >= 0 and self.unseen % kinds == 0, "unseen", f"0 or a multiple of {kinds}", self.unseen)
         require(0 < self.alpha < math.inf, "alpha", "> 0 and finite", self.alpha)
         require(self.pretraining_rounds >= 1, "pretraining_rounds", ">= 1", self.pretraining_rounds)

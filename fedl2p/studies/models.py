@@ -73,10 +73,11 @@ def imagenet_resnet18(
         state = torch.load(weights, weights_only=True, map_location="cpu")  # nothing in the file is executed
     body = {name: t for name, t in state.items() if not name.startswith("fc.")}
     missing, unknown = model.load_state_dict(body, strict=False)
-    if unknown or [name for name in missing if not name.startswith("fc.") and not name.endswith("num_batches_tracked")]:
+    lacking = [name for name in missing if not name.startswith("fc.") and not name.endswith("num_batches_tracked")]
+    if unknown or lacking:
         raise ValueError(
             f"{weights} is not a state dict of torchvision's resnet18, with or without fc: "
-            f"it lacks {len(missing) - 2} tensors and has {len(unknown)} others"
+            f"it lacks {len(lacking)} tensors and has {len(unknown)} others"
         )
     return model
 

@@ -253,6 +253,7 @@ def choose_rate(
     strategies = {str(lr): baselines(model, lr)[method] for lr in GRID}
     work = partial(score_strategies, held_out=False)
     scored = score_all(work, model, config, strategies, clients, runner, f"choosing the rate of {method}")
+    _nobody_missing(clients, scored)
     return max(sorted(GRID), key=lambda lr: sum(by_rate[str(lr)].score.right for by_rate in scored))
 
 # %% ../../nbs/studies/runs.ipynb #18855867
@@ -295,7 +296,7 @@ def _results(job: Job, model: nn.Module, everybody: Federation) -> Json:
 
 
 def _nobody_missing(asked: Sequence[Client], came: Sequence[object]) -> None:
-    "A client that failed, for want of memory, say, must not make the others' mean look like everybody's."
+    "A client that failed, because memory ran out, say, must not make the others' mean look like everybody's."
     if len(asked) != len(came):
         count = f"{len(came)} of {len(asked)} clients were scored"
         raise RuntimeError(f"{count}; the warnings say why, and nothing is stored")
