@@ -167,3 +167,12 @@ def test_notes_say_what_the_deviation_is_made_of(tmp_path, more, note):
     for seed in (0, 1):
         write_cell(tmp_path, "none", seed, {"seen": [4, 6]}, **more)
     assert note in study_table("speech", "small", tmp_path).notes[-1]
+
+
+def test_l2p_has_no_unseen_clients_and_did_not_diverge():
+    about = {"dataset": "speech", "alpha": None, "epochs": 15, "pretraining": "fedavg", "seed": 0, "pools": ["seen", "unseen"]}
+    records = [{"method": "l2p", "pool": "seen", "seed": 0, "client": "a", "right": 3, "n": 4}]
+    done, lost = ({**about, "method": "l2p", "clients": clients} for clients in (records, []))
+    seen, unseen = (Condition("speech", None, 15, "fedavg", pool) for pool in ("seen", "unseen"))
+    assert collect([done]) == {seen: {"l2p": {0: 75.0}}}
+    assert all(math.isnan(collect([lost])[row]["l2p"][0]) for row in (seen, unseen))

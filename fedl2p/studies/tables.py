@@ -89,9 +89,10 @@ def collect(
     "Accuracies of all seeds."
     by_condition: Accuracies = {}
     for cell in cells:
-        rows: Mapping[str, Sequence[float | None]] = summarise(cell["clients"]).get(cell["method"], {})
-        # Older files hold the shares themselves.
-        shares = cell.get("accuracy") or {pool: rows.get(pool, [None])[0] for pool in cell["pools"]}
+        rows = summarise(cell["clients"]).get(cell["method"], {})
+        own: Mapping[str, float | None] = {pool: share for pool, [share] in rows.items()}  # L2P has no unseen clients
+        # A cell that diverged has no clients at all. Older files hold the shares themselves.
+        shares = cell.get("accuracy") or own or dict.fromkeys(cell["pools"])
         for pool, share in shares.items():
             of_method = by_condition.setdefault(condition_of(cell, pool), {}).setdefault(cell["method"], {})
             of_method[cell["seed"]] = math.nan if share is None else 100 * share
