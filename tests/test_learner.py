@@ -19,7 +19,7 @@ from fedl2p.data import Client, Data
 from fedl2p.digits import digits_federation, small_cnn
 from fedl2p.federated import EMPTY_ROUNDS, Diverged, Round, fedavg
 from fedl2p.learner import Course, FedL2P, _loss, _record
-from fedl2p.runner import Failure, Outcome, Runner
+from fedl2p.runner import Failure, Outcome, Runner, attempt
 
 pytestmark = pytest.mark.filterwarnings("ignore:the lowest validation loss was that of the meta-nets at their start")
 QUICK = Config(lr=0.05, epochs=1, rounds=3, fraction=0.5, meta_steps=1)
@@ -290,7 +290,7 @@ def test_a_transport_does_all_of_the_work(model, federation):
 
     def transport(tasks):
         came.append(tasks)
-        return (Outcome(task.run()) for task in tasks)
+        return (attempt(task.run) for task in tasks)
 
     config = replace(QUICK, inputs="standard", rounds=2)
     there = FedL2P(model, config).fit(federation.seen, runner=Runner(transport=transport))
@@ -395,7 +395,7 @@ def test_all_diverge_at_the_end(model, federation):
     """That is a bad last lambda, not the end of the run."""
     def transport(tasks):
         failed = Outcome(None, Failure("diverged", "the loss is nan"))
-        return (failed if task.work is validate_client else Outcome(task.run()) for task in tasks)
+        return (failed if task.work is validate_client else attempt(task.run) for task in tasks)
 
     with pytest.warns(RuntimeWarning, match="is left out: the loss is nan"):
         learner = FedL2P(model, replace(QUICK, fraction=1.0)).fit(federation.seen, runner=Runner(transport=transport))

@@ -16,7 +16,7 @@ from fedl2p.checkpoint import fingerprint
 from fedl2p.core import save_tensors
 from fedl2p.digits import digits_federation, small_cnn
 from fedl2p.pretraining import Pretraining, Recipe, perfedavg_step, pretrain, train_client
-from fedl2p.runner import Outcome, Runner, Task
+from fedl2p.runner import Runner, Task, attempt
 
 HALF = Recipe(fraction=0.5, rounds=1)  # one round of half of the clients
 
@@ -103,7 +103,7 @@ def test_a_transport_gets_the_tasks_of_each_round(clients):
 
     def transport(tasks):
         rounds.append(tasks)
-        return (Outcome(task.run()) for task in tasks)
+        return (attempt(task.run) for task in tasks)
 
     assert equal(pretrain(model, clients, recipe, Runner(transport=transport)), pretrain(model, clients, recipe, Runner(0)))
     assert [[(type(t), t.work, t.model, t.settings, t.number) for t in tasks] for tasks in rounds] == [
@@ -244,7 +244,8 @@ def test_rates_drop_as_in_the_paper():
 
 @pytest.mark.parametrize("name, must, values", [
     ("rounds", ">= 1", [0, -1]), ("epochs", ">= 1", [0]), ("batch_size", ">= 1", [0]),
-    ("lr", "> 0", [0, -1.0, float("nan")]), ("final_lr", "> 0", [0.0, -0.1]), ("inner_lr", "> 0", [0.0]), ("delta", "> 0", [0.0]),
+    ("lr", "> 0 and finite", [0, -1.0, float("nan"), float("inf")]), ("final_lr", "> 0 and finite", [0.0, -0.1]),
+    ("inner_lr", "> 0 and finite", [0.0]), ("delta", "> 0 and finite", [0.0]),
     ("fraction", "in (0, 1]", [0, 1.1]), ("drops", "all in (0, 1]", [(0.0,), (0.5, 1.5)]),
     ("train_on", "one of train, train+val", ["val"]),
 ])

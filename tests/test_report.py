@@ -84,7 +84,7 @@ def test_a_demo_is_a_folder_of_cells(folder):
     methods = {r["method"] for r in case.records}
     assert methods > {"none", "ft-c", "ft-c-best", "l2p", "fedl2p-start", "fedl2p-ift", "fedl2p-ift-mean"}
     assert len(case.of("fedl2p-ift", "seen")) == 10 and len(case.of("none", "unseen")) == 5
-    assert [len(history) for history in case.rounds.values()] == [2]
+    assert [len(history) for history in case.rounds.values()] == [3]  # two rounds, and the last lambda judged
 
 
 def test_the_pictures_of_a_demo_are_about_its_own_estimator(tmp_path):

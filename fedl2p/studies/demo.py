@@ -54,7 +54,8 @@ class Demo:
     def __post_init__(self):
         check_seeds(self.seeds)
         kinds = len(SHIFTS)
-        require(self.clients >= kinds and self.clients % kinds == 0, "clients", f"a multiple of {kinds}, >= {kinds}", self.clients)
+        good = self.clients >= kinds and self.clients % kinds == 0
+        require(good, "clients", f"a multiple of {kinds}, >= {kinds}", self.clients)
         require(self.unseen >= 0 and self.unseen % kinds == 0, "unseen", f"0 or a multiple of {kinds}", self.unseen)
         require(0 < self.alpha < math.inf, "alpha", "> 0 and finite", self.alpha)
         require(self.pretraining_rounds >= 1, "pretraining_rounds", ">= 1", self.pretraining_rounds)
@@ -148,8 +149,8 @@ def differences(
     for method in dict.fromkeys(r["method"] for r in records if r["method"] != base):
         pools = [gains(records, method, base, pool) for pool in ("seen", "unseen")]
         lines.append([_label(method), *(str(mean_gain(gained)) if gained else "—" for gained in pools)])
-    over = "percentage points, mean ± standard error over seeds / over clients"
-    return Table([f"less {_label(base)}", "seen clients", "unseen clients"], lines, notes=[f"On the same clients: {over}."])
+    note = "On the same clients: percentage points, mean ± standard error over seeds / over clients."
+    return Table([f"less {_label(base)}", "seen clients", "unseen clients"], lines, notes=[note])
 
 
 def write_results(
