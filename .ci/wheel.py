@@ -3,6 +3,8 @@
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 MODULES = """
 import importlib.metadata, pathlib
@@ -35,9 +37,10 @@ def run(python: str, code: str) -> str:
 
 def main(python: str) -> None:
     names = run(python, MODULES).split()
-    for name in names:
-        run(python, WITHOUT_FLOWER.format(name=name) if name in FLOWER else f"import {name}")
-        print("imports alone:", name)
+    codes = [WITHOUT_FLOWER.format(name=name) if name in FLOWER else f"import {name}" for name in names]
+    with ThreadPoolExecutor(2) as two:  # importing torch takes seconds
+        for name, _ in zip(names, two.map(partial(run, python), codes), strict=True):
+            print("imports alone:", name)
     run(python, f"import sys, fedl2p; heavy = [m for m in {(*HEAVY, 'torch')!r} if m in sys.modules]; assert not heavy, heavy")
     run(python, "import torch, torchvision, torchaudio")
     print(f"{len(names)} passed, 0 failed")
