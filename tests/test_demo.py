@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import alive
 from safetensors.torch import load_file
 
 from fedl2p.cli import main
@@ -42,19 +43,6 @@ def wait_for(process: subprocess.Popen, ready) -> None:
         assert process.poll() is None, process.communicate()
         assert time.time() < limit
         time.sleep(0.01)
-
-
-def alive(session: int) -> list[int]:
-    "Processes of a session that still run (not zombies)."
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, _, sid = path.read_text().rpartition(")")[2].split()[:4]
-        except OSError:
-            continue
-        if int(sid) == session and state != "Z":
-            found.append(int(path.parent.name))
-    return found
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import alive
 from torch import nn
 
 from fedl2p import runner as pool
@@ -212,19 +213,6 @@ def test_a_script_without_a_guard_whose_clients_print_and_read():
     assert all(words in log for words in ("printed 0\n", "printed 1\n", "written")) and "Traceback" not in log
 
 
-def session(leader):
-    """Processes of a session that still run."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, _, sid = path.read_text().rpartition(")")[2].split()[:4]
-        except OSError:
-            continue
-        if int(sid) == leader and state != "Z":
-            found.append(int(path.parent.name))
-    return found
-
-
 @pytest.mark.parametrize("sign, code", [(signal.SIGKILL, -9), (signal.SIGINT, -2)])
 def test_no_worker_outlives_its_parent(sign, code, tmp_path):
     """One of them is at work, the other has nothing to do."""
@@ -232,11 +220,11 @@ def test_no_worker_outlives_its_parent(sign, code, tmp_path):
     run = f"list(Runner(2).run_all([Task(ready, None, None, path, None, n) for n, path in enumerate({list(map(str, paths))})]))"
     parent = script(run, start_new_session=True)
     wait_until(lambda: all(path.exists() for path in paths), 60)
-    assert len(session(parent.pid)) == 3
+    assert len(alive(parent.pid)) == 3
     parent.send_signal(sign)
     parent.communicate(timeout=10)
     assert parent.returncode == code
-    wait_until(lambda: not session(parent.pid), 5)
+    wait_until(lambda: not alive(parent.pid), 5)
 
 
 def test_workers_are_kept_from_run_to_run():
