@@ -85,6 +85,11 @@ class Config:
         object.__setattr__(self, "fill", tuple(self.fill))  # from a file it comes as a list
         _check(self)
 
+    @classmethod
+    def paper(cls, **changes: Any) -> "Config":
+        "The paper's settings for CIFAR-10, with some of them changed."
+        return cls(**changes)
+
     @property
     def tuning(self) -> Tuning:
         "Settings of fine-tuning."
@@ -113,7 +118,7 @@ def upgraded(
 ) -> Json: # with all fields of `Config`
     "Settings from a file, in today's words: what did not exist yet has its default."
     words = {"running": "zero-one"}  # values of `statistics`
-    now = {**asdict(Config()), **settings}
+    now = {**asdict(Config.paper()), **settings}
     return {**now, "statistics": words.get(now["statistics"], now["statistics"])}
 
 # %% ../nbs/09_client.ipynb #8242fa56

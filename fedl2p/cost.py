@@ -28,7 +28,7 @@ from .profile import profile
 def flops(
     model: nn.Module, # as returned by `mix_bn`
     x: Tensor, # a client's data [N, ...]
-    config: Config = Config(),  # noqa: B008, frozen; its epochs and batch size matter
+    config: Config = Config.paper(),  # noqa: B008, frozen; its epochs and batch size matter
 ) -> dict[str, float]: # operations for one image, and for all N; "share": profiling and meta-nets over fine-tuning
     "Floating-point operations of personalization."
     require(isinstance(x, Tensor), "x", "a tensor [N, ...]", type(x).__name__)
@@ -64,7 +64,7 @@ def hf_maml(
 def meta_gradients(
     model: nn.Module, # as returned by `mix_bn`
     client: Client, # on the model's device
-    config: Config = Config(),  # noqa: B008, frozen
+    config: Config = Config.paper(),  # noqa: B008, frozen
 ) -> dict[str, Callable[[], Any]]: # functions by name; the first is the unit, one gradient
     "What is to be done after fine-tuning, by each estimator."
     check(client, model)
@@ -106,7 +106,7 @@ class Cost(NamedTuple):
 def costs(
     model: nn.Module, # as returned by `mix_bn`
     client: Client, # on the model's device
-    config: Config = Config(),  # noqa: B008, frozen
+    config: Config = Config.paper(),  # noqa: B008, frozen
     repeats: int = 5, # calls under the stopwatch
     memory: bool = True, # a process for each estimator, some seconds
 ) -> dict[str, Cost]: # by the names of `meta_gradients`
@@ -121,7 +121,7 @@ def costs(
 # %% ../nbs/library/cost.ipynb #e70db9df
 def communication(
     model: nn.Module, # plain or from `mix_bn`
-    config: Config = Config(),  # noqa: B008, frozen; its rounds, fraction and hidden neurons matter
+    config: Config = Config.paper(),  # noqa: B008, frozen; its rounds, fraction and hidden neurons matter
     clients: int = 1000, # C, number of clients
     pretraining_rounds: int = 500, # number of rounds of pretraining
     pretraining_clients: int | None = None, # number of clients in a round of pretraining; None is that of FedL2P

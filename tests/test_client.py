@@ -39,7 +39,7 @@ from fedl2p.runner import Failure, Outcome, Runner
 from fedl2p.strategy import bn_c
 
 pytestmark = pytest.mark.filterwarnings("ignore:the lowest validation loss was that of the meta-nets at their start")
-QUICK = Config(lr=0.05, epochs=1, rounds=3, fraction=0.5, meta_steps=1)
+QUICK = Config.paper(lr=0.05, epochs=1, rounds=3, fraction=0.5, meta_steps=1)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def model():
 
 
 def test_defaults_are_the_papers():
-    c = Config()
+    c = Config.paper()
     assert (c.lr, c.epochs, c.batch_size, c.rounds, c.fraction, c.meta_steps) == (1e-3, 15, 32, 500, 0.1, 3)
     assert (c.meta_lr_bn, c.meta_lr_lr, c.meta_lr_scale, c.clip, c.neumann_terms, c.psi, c.patience) == (1e-3, 1e-3, 1e-4, 1.0, 3, 0.1, 50)
     assert (c.estimator, c.scaled, c.statistics, c.learn, c.hidden) == ("ift", False, "zero-one", "both", 100)
@@ -88,14 +88,14 @@ WRONG = [
 @pytest.mark.parametrize(("wrong", "message"), WRONG)
 def test_wrong_settings(wrong, message):
     with pytest.raises(ValueError) as caught:
-        Config(**wrong)
+        Config.paper(**wrong)
     assert str(caught.value) == message
 
 
 def test_settings_of_fine_tuning():
-    config = Config(epochs=2, batch_size=7, statistics="precise", augment="crop-flip", fill=[-1.0], personalize_on="train")
+    config = Config.paper(epochs=2, batch_size=7, statistics="precise", augment="crop-flip", fill=[-1.0], personalize_on="train")
     assert config.tuning == Tuning(2, 7, "precise", "crop-flip", (-1.0,), "train")
-    assert Config().tuning == Tuning(15, 32, "zero-one", "none", (0.0,), "train+val")
+    assert Config.paper().tuning == Tuning(15, 32, "zero-one", "none", (0.0,), "train+val")
 
 
 @pytest.mark.parametrize("estimator", get_args(Estimator))
@@ -255,8 +255,8 @@ def test_steps_that_are_over_are_let_go(model, federation, monkeypatch, estimato
 
 
 def test_budget_of_l2p():
-    assert l2p_passes(Config(), 1000) == 150  # 500 rounds, 100 of 1000 clients, 3 steps
-    assert l2p_passes(replace(Config(), rounds=15, fraction=0.2), 20) == 9
+    assert l2p_passes(Config.paper(), 1000) == 150  # 500 rounds, 100 of 1000 clients, 3 steps
+    assert l2p_passes(replace(Config.paper(), rounds=15, fraction=0.2), 20) == 9
 
 
 def test_l2p_uses_only_its_own_client(model, federation):
@@ -267,7 +267,7 @@ def test_l2p_uses_only_its_own_client(model, federation):
 def test_baselines_are_scored_like_policies(model, federation):
     results = score_all(score_strategies, model, QUICK, baselines(model, 0.05), federation.unseen, Runner(0))
     assert [set(r) for r in results] == [{"none", "ft-c", "ft-g", "ft-i"}] * 5
-    assert {f.name for f in fields(Config)} == set(asdict(Config()))
+    assert {f.name for f in fields(Config)} == set(asdict(Config.paper()))
 
 
 def test_strategies_are_judged_on_test_or_on_validation_samples(model, federation):

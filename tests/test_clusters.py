@@ -19,7 +19,7 @@ from fedl2p.metanet import MetaNets
 from fedl2p.profile import Profile
 from fedl2p.runner import Runner
 
-QUICK = Config(lr=0.05, epochs=1, rounds=3, fraction=0.4, meta_steps=1, estimator="fomaml")
+QUICK = Config.paper(lr=0.05, epochs=1, rounds=3, fraction=0.4, meta_steps=1, estimator="fomaml")
 STANDARD = replace(QUICK, inputs="standard")
 rows_of = st.lists(st.lists(st.floats(-100, 100), min_size=2, max_size=2), min_size=6, max_size=6).map(torch.tensor)
 
@@ -177,6 +177,6 @@ def test_who_learns_alone_has_nobody_to_compare_with(model, federation):
 
 def test_other_inputs_are_named(model):
     with pytest.raises(ValueError, match="inputs must be one of raw, standard, got 'log'"):
-        Config(inputs="log")
+        Config.paper(inputs="log")
     with pytest.raises(ValueError, match="inputs must be one of raw, standard, got 'log'"):
         MetaNets.for_model(model, 0.1, inputs="log")

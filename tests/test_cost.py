@@ -29,7 +29,7 @@ def client():
 
 @pytest.fixture(scope="module")
 def functions(model, client):
-    return meta_gradients(model, client, Config(epochs=1))
+    return meta_gradients(model, client, Config.paper(epochs=1))
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_estimates_are_finite_and_leave_the_model_alone(model, functions):
 
 @pytest.mark.parametrize("terms", [0, 1, 3])
 def test_differences_cost_whole_gradients(model, client, terms):
-    functions = meta_gradients(model, client, Config(epochs=1, neumann_terms=terms))
+    functions = meta_gradients(model, client, Config.paper(epochs=1, neumann_terms=terms))
     one = count_flops(functions["gradient"])
     assert count_flops(functions["IFT central"]) == (1 + 2 * (terms + 1)) * one
     assert count_flops(functions["IFT forward"]) == (2 + terms + 1) * one
@@ -77,21 +77,21 @@ def test_differences_cost_whole_gradients(model, client, terms):
 
 
 def test_the_batch_size_is_what_counts_not_the_number_of_samples(model, client, functions):
-    double = meta_gradients(model, client, Config(epochs=1, batch_size=64))
+    double = meta_gradients(model, client, Config.paper(epochs=1, batch_size=64))
     assert count_flops(double["gradient"]) == 2 * count_flops(functions["gradient"])
 
 
 def test_flops_scale_with_epochs_and_images(model, client):
-    work = flops(model, client.train.x, Config(epochs=2))
-    assert flops(model, client.train.x, Config(epochs=6))["fine-tuning"] == 3 * work["fine-tuning"]
-    assert flops(model, client.train.x.repeat(2, 1, 1, 1), Config(epochs=2))["profiling"] == 2 * work["profiling"]
+    work = flops(model, client.train.x, Config.paper(epochs=2))
+    assert flops(model, client.train.x, Config.paper(epochs=6))["fine-tuning"] == 3 * work["fine-tuning"]
+    assert flops(model, client.train.x.repeat(2, 1, 1, 1), Config.paper(epochs=2))["profiling"] == 2 * work["profiling"]
     assert work["share"] == (work["profiling"] + work["meta-nets"]) / work["fine-tuning"]
 
 
 def test_bytes_are_those_of_the_tensors_that_travel():
     plain = small_resnet()
-    sent = communication(plain, Config(rounds=10, fraction=0.1), clients=50, pretraining_rounds=20, pretraining_clients=4)
-    assert sent == communication(mix_bn(plain, verbose=False), Config(rounds=10, fraction=0.1), 50, 20, 4)
+    sent = communication(plain, Config.paper(rounds=10, fraction=0.1), clients=50, pretraining_rounds=20, pretraining_clients=4)
+    assert sent == communication(mix_bn(plain, verbose=False), Config.paper(rounds=10, fraction=0.1), 50, 20, 4)
     assert sent["lambda"] == 4 * sum(p.numel() for p in MetaNets.for_model(plain, 1e-3).parameters())
     assert sent["model"] == sum(t.numel() * t.element_size() for t in plain.state_dict().values())
     assert sent["a round"] == 2 * 5 * sent["lambda"] and sent["all rounds"] == 10 * sent["a round"]
@@ -99,6 +99,6 @@ def test_bytes_are_those_of_the_tensors_that_travel():
 
 
 def test_each_estimator_has_its_costs(model, client, functions):
-    measured = costs(model, client, Config(epochs=1), repeats=1, memory=False)
+    measured = costs(model, client, Config.paper(epochs=1), repeats=1, memory=False)
     assert {name: cost.flops for name, cost in measured.items()} == {name: count_flops(f) for name, f in functions.items()}
     assert measured["gradient"].ratio == 1 and all(c.seconds > 0 and c.megabytes is None for c in measured.values())

@@ -211,7 +211,7 @@ def test_an_empty_start_with_other_settings_is_forgotten(tmp_path):
 
 
 def test_demo_without_unseen_clients(tmp_path):
-    config = Config(lr=0.01, epochs=1, rounds=1, fraction=0.4, meta_steps=1)
+    config = Config.paper(lr=0.01, epochs=1, rounds=1, fraction=0.4, meta_steps=1)
     demo = Demo(config, seeds=(0,), clients=5, unseen=0, pretraining_rounds=1, out=tmp_path / "o", workers=0, more_estimators=())
     table = run_demo(demo)
     assert table.head == ["method", "seen clients"] and table.rows[0][0] == "no fine-tuning"
@@ -226,5 +226,5 @@ def test_jobs_of_a_demo():
     assert {job.cell.condition for job in todo} == {Condition("digits", 0.3, 5, "fedavg")}
     assert {job.cell.method: job.config.estimator for job in todo if job.cell.method.startswith("fedl2p-")} == {
         "fedl2p-start": "ift", "fedl2p-ift": "ift", "fedl2p-ift-mean": "ift", "fedl2p-fomaml": "fomaml", "fedl2p-fomaml-mean": "fomaml"}
-    only = jobs(Demo(Config(estimator="unrolled"), seeds=(0,), more_estimators=()))
+    only = jobs(Demo(Config.paper(estimator="unrolled"), seeds=(0,), more_estimators=()))
     assert [job.cell.method for job in only][-2:] == ["fedl2p-unrolled", "fedl2p-unrolled-mean"]

@@ -37,7 +37,7 @@ from fedl2p.flower import WORK, Nodes, Privacy, _read, client_app, simulate  # n
 pytestmark = pytest.mark.filterwarnings("ignore:the lowest validation loss was that of the meta-nets at their start", "ignore:round")
 ROOT = Path(__file__).resolve().parent.parent
 PRETRAINING = Recipe(rounds=2, fraction=0.5)
-QUICK = Config(lr=0.05, epochs=1, rounds=3, fraction=1.0, meta_steps=1)
+QUICK = Config.paper(lr=0.05, epochs=1, rounds=3, fraction=1.0, meta_steps=1)
 
 
 @lru_cache
@@ -281,7 +281,7 @@ def test_a_deployment_equals_the_loop_in_process(deployed):
     """Until a node is killed, and after: the run goes on without it, counts it, and says so."""
     out, said = deployed
     clients = digits_federation().seen[:2]
-    config = Config(lr=0.01, epochs=1, rounds=2, fraction=1.0, estimator="fomaml")
+    config = Config.paper(lr=0.01, epochs=1, rounds=2, fraction=1.0, estimator="fomaml")
     runner = Runner(0, without({("clean-1", 2), ("clean-1", 3)}))
     here = FedL2P(small_cnn(), config).fit(clients, runner=runner)
     tensors, _ = load_tensors(out / "checkpoint.safetensors", "fedl2p checkpoint 1")

@@ -22,7 +22,7 @@ from fedl2p.learner import Course, FedL2P, _loss, _record
 from fedl2p.runner import Failure, Outcome, Runner, attempt
 
 pytestmark = pytest.mark.filterwarnings("ignore:the lowest validation loss was that of the meta-nets at their start")
-QUICK = Config(lr=0.05, epochs=1, rounds=3, fraction=0.5, meta_steps=1)
+QUICK = Config.paper(lr=0.05, epochs=1, rounds=3, fraction=0.5, meta_steps=1)
 
 
 @pytest.fixture(scope="module")
@@ -241,7 +241,7 @@ def test_policies_of_before_and_after_load_as_far_as_they_are_understood(model, 
     for config in ({"lr": 0.05, "rounds": 3}, {**OLD_CONFIG, "momentum": 0.9}):
         old_policy(path, learner, config=json.dumps(config), inputs=None, model=None)
         again = FedL2P.load(small_cnn(width=4), path)
-        assert same(learner, again) and again.config == Config(**{k: v for k, v in config.items() if k not in ("momentum", "statistics")})
+        assert same(learner, again) and again.config == Config.paper(**{k: v for k, v in config.items() if k not in ("momentum", "statistics")})
 
 
 def test_a_checkpoint_of_version_0_1_0_goes_on(model, federation, tmp_path):

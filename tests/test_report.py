@@ -28,7 +28,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     out = tmp_path_factory.mktemp("report") / "demo"
-    config = Config(lr=0.01, epochs=1, rounds=2, fraction=0.2)
+    config = Config.paper(lr=0.01, epochs=1, rounds=2, fraction=0.2)
     run_demo(Demo(config, seeds=(0,), clients=10, unseen=5, pretraining_rounds=3, more_estimators=(), out=out))
     return out
 

@@ -301,4 +301,4 @@ def test_rates_are_chosen_by_validation(method, right, best):
             yield Outcome({name: Result("x", "", score, task.state[name]) for name, score in scores.items()})
 
     clients = digits_federation(5, 0).seen[:2]
-    assert choose_rate(model, method, clients, Config(), Runner(transport=made_up_scores)) == best
+    assert choose_rate(model, method, clients, Config.paper(), Runner(transport=made_up_scores)) == best

@@ -42,7 +42,7 @@ class Setting:
     differs: str = "" # differences from the paper, in words
 
 # %% ../../nbs/studies/settings.ipynb #c6783094
-PAPER = Config() # its defaults are those of section 4.1 and the appendix, for CIFAR-10
+PAPER = Config.paper() # its defaults are those of section 4.1 and the appendix, for CIFAR-10
 
 
 def _federation(seen: list[Client], unseen: Sequence[Client] = ()) -> Federation:
@@ -177,7 +177,7 @@ def _speech(root: Path) -> list[Setting]:
 DIGITS = Setting(
     clients=partial(digits_federation, 20, 10),
     model=lambda seed: small_cnn(seed=seed),
-    config=Config(lr=0.01, epochs=5, rounds=15, fraction=0.2),
+    config=Config.paper(lr=0.01, epochs=5, rounds=15, fraction=0.2),
     recipe=Recipe(rounds=50, fraction=0.5),
     new_clients=True,
 )

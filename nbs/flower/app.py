@@ -37,7 +37,7 @@ def main(grid: Grid, context: Context) -> None:
     if run["pretraining-rounds"]:
         recipe = Recipe(rounds=run["pretraining-rounds"], fraction=run["fraction"])
         model = pretrain(model, clients, recipe, runner, out / "pretraining.safetensors")
-    config = Config(lr=0.01, epochs=run["epochs"], rounds=run["rounds"], fraction=run["fraction"], estimator=run["estimator"])
+    config = Config.paper(lr=0.01, epochs=run["epochs"], rounds=run["rounds"], fraction=run["fraction"], estimator=run["estimator"])
     learner = FedL2P(model, config).fit(clients, out, runner)
     if nodes.privacy:  # the best round was chosen by exact losses, which would give away what the noise hides
         learner.metanets.load_state_dict(learner.last)
