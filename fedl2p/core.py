@@ -139,7 +139,7 @@ def save_tensors(
 
 def load_tensors(
     path: str | Path, # file by `save_tensors`
-    format: str, # that its header must name
+    *formats: str, # one of which its header must name
 ) -> tuple[dict[str, Tensor], dict[str, str]]: # tensors and header
     "What `save_tensors` wrote."
     if not Path(path).is_file():
@@ -150,8 +150,8 @@ def load_tensors(
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # a copy, not a view of the file
     except SafetensorError as error:
         raise ValueError(f"{path} is not a whole safetensors file ({error})") from error
-    if header.get("format") != format:
-        raise ValueError(f"format of {path} must be {format!r}, got {header.get('format')!r}")
+    if header.get("format") not in formats:
+        raise ValueError(f"format of {path} must be {' or '.join(map(repr, formats))}, got {header.get('format')!r}")
     return tensors, header
 
 # %% ../nbs/library/core.ipynb #c58f6b1f

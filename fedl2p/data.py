@@ -8,7 +8,7 @@ __all__ = ['Samples', 'Data', 'Client', 'split', 'make_client', 'split_batches',
 
 # %% ../nbs/01_data.ipynb #097784e6
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 import numpy as np
@@ -59,6 +59,7 @@ class Client:
     val: Data # samples to choose hyperparameters by
     test: Data # samples to judge by, in the end
     domain: str = "" # the kind of its data, for plots and analysis
+    kept: dict[str, Tensor] = field(default_factory=dict) # what it noted for itself in earlier rounds
 
     def __post_init__(self):
         require(isinstance(self.id, str), "id", "a str", self.id)
@@ -69,7 +70,7 @@ class Client:
         return self.train + self.val if part == "train+val" else self.train
 
     def to(self, device: torch.device | str) -> "Client":
-        return Client(self.id, self.train.to(device), self.val.to(device), self.test.to(device), self.domain)
+        return replace(self, train=self.train.to(device), val=self.val.to(device), test=self.test.to(device))
 
     def __repr__(self) -> str:
         return f"Client({self.id!r}, {len(self.train)} to train, {len(self.val)} to validate, {len(self.test)} to test)"

@@ -7,7 +7,7 @@ __all__ = ['FedL2P', 'Course']
 
 # %% ../nbs/10_learner.ipynb #564b75dd
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -34,11 +34,13 @@ from fedl2p.client import (
 )
 from .core import Json, State, device_of, generator, load_tensors, require_full_precision, warn, write_file
 from .data import Client, Data, check
-from .federated import Round, fedavg, run_round, sample
+from .federated import FedAdam, Round, fedavg, run_round, sample
 from .finetune import as_module, finetune
 from .metanet import POLICY, MetaNets
 from .runner import Runner, Task, bar
+from .selector import SELECTOR, Selector
 from .strategy import Strategy
+from .trials import learn_to_choose, run_trials
 
 # %% ../nbs/10_learner.ipynb #ad3b7633
 class FedL2P:
@@ -105,10 +107,10 @@ class FedL2P:
         path: str | Path, # file by `save`
     ) -> "FedL2P":
         "A policy from a file; if the model's weights are not those that it was learned for, it warns."
-        _, header = load_tensors(path, POLICY)
+        _, header = load_tensors(path, POLICY, SELECTOR)
         known, stored = {field.name for field in fields(Config)}, json.loads(header.get("config", "{}"))
         policy = cls(model, Config(**{name: value for name, value in upgraded(stored).items() if name in known}))
-        policy.metanets = MetaNets.load(path, policy.model)
+        policy.metanets = (Selector if header["format"] == SELECTOR else MetaNets).load(path, policy.model)
         if header.get("model", fingerprint(policy.model)) != fingerprint(policy.model):
             warn(f"{path} was learned for other weights of this model; its strategies may not fit")
         return policy
@@ -144,6 +146,7 @@ class Course(NamedTuple):
     now: State # lambda
     best: State # lambda with the lowest loss
     history: list[Json] # records of the rounds, the last of them without learning
+    moments: State = {} # of the server's optimiser, if it has one
 
     def after(self, r: Round, keep: Keep, final: bool = False) -> "Course":
         """One round later. The losses of a round are those of the lambda that was sent out, or, with keep="after",
@@ -152,7 +155,7 @@ class Course(NamedTuple):
         better = _loss(record) < min(map(_loss, self.history), default=float("inf"))
         now = self.now if final else r.state
         judged = now if keep == "after" else self.now
-        return Course(now, judged if better else self.best, [*self.history, record])
+        return Course(now, judged if better else self.best, [*self.history, record], self.moments)
 
     @property
     def over(self) -> bool:
@@ -170,7 +173,8 @@ def _keep(folder: Path | None, settings: Json, course: Course) -> None:
     if folder is None:
         return
     # Copies: the best may be the last, and the file holds each tensor by its own name.
-    tensors = {f"{k}.{name}": t.clone() for k in ("now", "best") for name, t in getattr(course, k).items()}
+    states = {"now": course.now, "best": course.best, "moments": course.moments}
+    tensors = {f"{k}.{name}": t.clone() for k, state in states.items() for name, t in state.items()}
     save_checkpoint(folder / "checkpoint.safetensors", settings, tensors, {"rounds": course.history})
     write_file(folder / "rounds.jsonl", "".join(json.dumps(line) + "\n" for line in course.history).encode())
 
@@ -181,9 +185,9 @@ def _restore(folder: Path | None, settings: Json, device: torch.device) -> Cours
     if (checkpoint := load_checkpoint(path, settings, upgraded)) is None:
         return None
     tensors, info = checkpoint
-    now, best = ({name.removeprefix(k): t.to(device) for name, t in tensors.items() if name.startswith(k)}
-                 for k in ("now.", "best."))
-    return Course(now, best, info["rounds"])
+    now, best, moments = ({name.removeprefix(k): t.to(device) for name, t in tensors.items() if name.startswith(k)}
+                          for k in ("now.", "best.", "moments."))
+    return Course(now, best, info["rounds"], moments)
 
 
 def _standardise(learner: FedL2P, clients: Sequence[Client], runner: Runner) -> None:
@@ -207,6 +211,48 @@ def _judged(learner: FedL2P, course: Course, clients: Sequence[Client], runner: 
     return run_round(course.now, tasks, number, runner)
 
 
+def _start(learner: FedL2P, clients: Sequence[Client], folder: Path | None, runner: Runner) -> State:
+    "Where lambda starts: new meta-nets, or a selector that learned from the clients' trials."
+    config = learner.config
+    if config.start == "trials" or config.inputs == "standard":
+        _standardise(learner, clients, runner)
+    state = deepcopy(dict(learner.metanets.state_dict()))
+    if config.start == "constant":
+        return state
+    tried = run_trials(learner.model, config, clients, runner, folder and folder / "trials")
+    return learn_to_choose(learner.model, config, state, tried, runner if runner.transport else Runner(0))
+
+
+def _if_it_helps(learner: FedL2P, course: Course, clients: Sequence[Client], runner: Runner) -> Course:
+    "Offsets are kept if they lower the validation loss of all clients, on average by more than a standard error."
+    model, config, number = learner.model, learner.config, len(course.history) + 1
+    tasks = [Task(validate_client, model, config, course.best, client, number) for client in clients]
+    reports = run_round(course.best, tasks, number, runner).reports.values()
+    gains = torch.tensor([report["start_loss"] - report["val_loss"] for report in reports], dtype=torch.float64)
+    gain, error = (gains.mean().item(), (gains.std() / len(gains) ** 0.5).item()) if len(gains) > 1 else (0.0, 0.0)
+    best = course.best if gain > error else dict(untrained(model, config, course.best).state_dict())
+    last = course.history[-1] | {"refined": gain > error, "gain": gain, "error": error}
+    return course._replace(best=best, history=[*course.history[:-1], last])
+
+
+def _rounds(learner: FedL2P, course: Course, clients: Sequence[Client], runner: Runner) -> Iterator[Course]:
+    "Rounds of hypergradients, each a course further, until they are over or do not help any more."
+    model, config, done = learner.model, learner.config, len(course.history)
+    server = FedAdam(config.refining_lr, moments=course.moments) if config.start == "trials" else None
+    total = done if course.over or course.tired(config.patience) else config.rounds
+    rounds = fedavg(learn_client, model, config, course.now, clients, total, config.fraction, config.seed, runner, done,
+                    server)
+    title = f"learning to personalize ({config.estimator})"
+    for r in runner.progress(rounds, title, total, done) if done < total else ():
+        course = course.after(r, config.keep)._replace(moments=server.moments if server else {})
+        yield course
+        if course.tired(config.patience):
+            break
+    if not course.over and config.keep != "after":
+        course = course.after(_judged(learner, course, clients, runner), config.keep, final=True)
+        yield _if_it_helps(learner, course, clients, runner) if config.start == "trials" else course
+
+
 def _fit(learner: FedL2P, clients: Sequence[Client], folder: Path | None, runner: Runner) -> None:
     "What `FedL2P.fit` does."
     model, config = learner.model, learner.config
@@ -216,24 +262,17 @@ def _fit(learner: FedL2P, clients: Sequence[Client], folder: Path | None, runner
     settings = {**asdict(config), "model and clients": who}
     course = _restore(folder, settings, device_of(model))
     learner.metanets = untrained(model, config, course.now if course else None)  # a second call starts anew
-    if course is None and config.inputs == "standard":
-        _standardise(learner, clients, runner)
-    start = deepcopy(learner.metanets.state_dict())
-    course = course or Course(start, start, [])
-    done, title = len(course.history), f"learning to personalize ({config.estimator})"
-    total = done if course.over or course.tired(config.patience) else config.rounds
-    rounds = fedavg(learn_client, model, config, course.now, clients, total, config.fraction, config.seed, runner, done)
-    for r in runner.progress(rounds, title, total, done) if done < total else ():
-        course = course.after(r, config.keep)
-        _keep(folder, settings, course)
-        if course.tired(config.patience):
-            break
-    if not course.over and config.keep != "after":
-        course = course.after(_judged(learner, course, clients, runner), config.keep, final=True)
+    if course is None:
+        state = _start(learner, clients, folder, runner)
+        course = Course(state, state, [])
+        if config.start == "trials":
+            _keep(folder, settings, course)
+    for course in _rounds(learner, course, clients, runner) if config.rounds else ():  # noqa: B020, one course later
         _keep(folder, settings, course)
     learner.history, learner.last = course.history, course.now
+    start = untrained(model, config, course.now).state_dict()
     learner.metanets.load_state_dict(course.best)
     kept, still = (all(torch.equal(lam[k], t) for k, t in start.items()) for lam in (course.best, course.now))
-    if kept and not still:
+    if kept and not still and config.start == "constant":
         warn("no round had a lower validation loss than the first, so the meta-nets are returned as they started; "
              "try more rounds, or a larger fraction of clients in each")

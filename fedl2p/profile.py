@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['symmetric_kl', 'Moments', 'moments', 'learnable_layers', 'pretrained_statistics', 'listening', 'input_moments',
-           'Profile', 'profile']
+           'Profile', 'describe_labels', 'profile']
 
 # %% ../nbs/03_profile.ipynb #265fa9d5
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -140,10 +140,20 @@ def input_moments(
 # %% ../nbs/03_profile.ipynb #9bf5b18b
 @dataclass(frozen=True, eq=False)
 class Profile:
-    "What the meta-nets get to know of a client: nothing but these B + 2M numbers."
+    "What the meta-nets get to know of a client: nothing but these B + 2M numbers, and what it says of its labels."
 
     xi: Tensor # [B] distance from the pretrained statistics at each batch norm
     feature_stats: Tensor # [2M] mean and standard deviation of each learnable layer's input: E, SD, E, SD, ...
+    labels: Tensor = field(default_factory=lambda: torch.zeros(0)) # [2] see `describe_labels`; [0]: nothing is known
+
+
+def describe_labels(
+    y: Tensor, # the client's labels [N]
+) -> Tensor: # [2]
+    "Logarithm of the number of samples, and entropy of the labels: what a client knows without any network."
+    counts = torch.bincount(y).double()
+    shares = counts[counts > 0] / len(y)
+    return torch.stack([counts.sum().log(), -(shares * shares.log()).sum()]).float()
 
 
 def profile(

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from fedl2p.cli import main
 from fedl2p.client import Config
 from fedl2p.core import load_or_make, write_json
-from fedl2p.finetune import GRID
+from fedl2p.strategy import GRID
 from fedl2p.studies.demo import Demo, jobs, open_folder, run_demo
 from fedl2p.studies.published import Condition
 from fedl2p.studies.tables import collect, condition_of, results, summarise

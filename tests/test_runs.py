@@ -18,8 +18,9 @@ from fedl2p.cli import main
 from fedl2p.client import Config, Result, score_strategies
 from fedl2p.core import markdown, write_json
 from fedl2p.digits import digits_federation, small_cnn
-from fedl2p.finetune import GRID, Score, baselines
+from fedl2p.finetune import Score, baselines
 from fedl2p.runner import Outcome, Runner
+from fedl2p.strategy import GRID
 from fedl2p.studies import runs
 from fedl2p.studies.published import TABLES, Condition
 from fedl2p.studies.runs import (

@@ -36,6 +36,7 @@ class Setting:
     model: Callable[[int], nn.Module] # seed -> network, before pretraining
     config: Config # settings of FedL2P and of fine-tuning
     recipe: Recipe | None # how the network is pretrained; None if it comes pretrained
+    tried: int | None = None # so many of the seen clients try strategies for our own recipe; None is all
     scored: int | None = None # so many of the seen clients are scored, the same for all methods; None is all
     new_clients: bool = False # each seed deals new clients and pretrains a model of its own; else all have seed 0's
     source: str | None = None # data set whose model, pretrained at alpha 1000, is used instead of an own one
@@ -85,6 +86,7 @@ def _cifar10(root: Path) -> list[Setting]:
         model=lambda seed: small_resnet("cifar", stride=2, seed=seed),
         config=replace(paper.config, lr=1e-2, rounds=10, fraction=0.03, keep="paired", fill=(0.0,)),
         recipe=replace(recipe, rounds=300, epochs=3, fraction=0.05, fill=(0.0,), train_on="train"),
+        tried=40,
         scored=30,
         differs="ResNet of 3 blocks and 8 to 32 channels at half resolution; 200 clients of 50 images, 6 in a round, "
         "10 rounds (300 of pretraining, 10 clients with 3 epochs each); initial rate 1e-2; 30 clients scored, "
