@@ -44,6 +44,7 @@ from .metanet import signature
 from .pretraining import Recipe, train_client
 from .runner import Failure, Outcome, Task, attempt
 from .strategy import Strategy
+from .trials import choose_client, keep, kept_file, recall, try_client
 
 try:
     from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
@@ -57,6 +58,8 @@ except ImportError as error:
 WORK: dict[str, Callable[..., Any]] = { # all that a server can ask for, as functions of a task
     "train": train_client,
     "describe": describe_client,
+    "try": try_client,
+    "choose": choose_client,
     "learn": learn_client,
     "validate": validate_client,
     "score": score_policy,
@@ -100,7 +103,15 @@ def _do(work: str, message: Message, folder: Path, client: Client, model: nn.Mod
         model = _pretrained(model, folder, asked["model"])
     settings = (Recipe if work == "train" else Config)(**json.loads(asked["settings"]))
     state = {name: t.to(device_of(model)) for name, t in state.items()}
-    return Task(WORK[work], model, settings, state, client, asked["round"]).run()
+    if work not in ("try", "choose"):
+        return Task(WORK[work], model, settings, state, client, asked["round"]).run()
+    path = kept_file(folder / "kept", model, settings, client)  # what a client keeps of its trials stays on its node
+    client = recall(path, client)
+    if work == "try" and client.kept:
+        return Update({}, float(len(client.train) + len(client.val)))
+    update = Task(WORK[work], model, settings, state, client, asked["round"]).run()
+    keep(path, client, update.kept)
+    return update
 
 # %% ../nbs/library/flower.ipynb #5fd4ce18
 _MODEL = "fedl2p model 1"  # the format of a file with a pretrained model
@@ -138,7 +149,7 @@ def client_app(
     def home(context: Context) -> Path:
         return Path(context.node_config.get("folder", folder)).expanduser()
 
-    def keep(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
+    def take_model(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
         "A mod: take the model out of the message that brings it."
         if record := message.content.pop("model", None):
             reply = _reply(message, lambda: _keep(load(context)[1], home(context), record))
@@ -155,17 +166,17 @@ def client_app(
 
         return _reply(message, answer)
 
-    @app.train(mods=[keep, *mods])
+    @app.train(mods=[take_model, *mods])
     def train(message: Message, context: Context) -> Message:
         def answer() -> dict:
             work = message.content["config"]["work"]
-            require_choice("work", work, ("train", "describe", "learn"))
+            require_choice("work", work, ("train", "describe", "try", "choose", "learn"))
             update = _do(work, message, home(context), *load(context))
             return {"arrays": _arrays(update.state), "metrics": _numbers(update)}
 
         return _reply(message, answer)
 
-    @app.evaluate(mods=[keep])
+    @app.evaluate(mods=[take_model])
     def evaluate(message: Message, context: Context) -> Message:
         def answer() -> dict:
             work = message.content["config"]["work"]
@@ -234,7 +245,8 @@ class Nodes:
         for node, outcome in zip(nodes, outcomes, strict=True):
             if node in answers:  # a node that failed gets the model again
                 (self.known[node][1].discard if outcome.failure else self.known[node][1].add)(name)
-        return iter(_private(outcomes, task.state, self.privacy) if self.privacy and work == "learn" else outcomes)
+        learned = work in ("learn", "choose")
+        return iter(_private(outcomes, task.state, self.privacy) if self.privacy and learned else outcomes)
 
     def _ask(self, work: str, task: Task, nodes: Sequence[int]) -> tuple[dict[int, Message], str]:
         "Answers by node, and the name of the model: who lacks it gets it in the same message, who lost it once more."
@@ -322,7 +334,7 @@ def _read(work: str, task: Task, content: RecordDict) -> Update | Result:
     m, settings = dict(content["metrics"]), task.settings
     if work == "score":
         return _read_score(task, m)
-    names = {"num-examples"}
+    names = {"num-examples", *(["size"] if work == "choose" else [])}
     if work in ("learn", "validate"):
         names |= {"val_loss", "diverging", *(["start_loss"] if settings.keep == "paired" else [])}
     if m.keys() != names or not all(_is_number(v) and v < math.inf for v in m.values()):
@@ -357,7 +369,8 @@ class Privacy(NamedTuple):
 
 def _private(outcomes: list[Outcome], state: State, privacy: Privacy) -> list[Outcome]:
     "The same outcomes, each with the private mean for its state: the mean of equal states is that state."
-    learned = [name for name in state if name not in ("center", "deviation")]  # what inputs are compared with
+    fixed = ("center", "deviation", "mask", "reach")  # what inputs are compared with
+    learned = [name for name in state if name not in fixed]
 
     def checked(o: Outcome) -> Outcome:
         failure = o.failure or refusal(o.value, state)

@@ -6,7 +6,7 @@
 __all__ = ['Who', 'Look', 'LOOKS', 'FAR', 'SELECTOR', 'Candidate', 'candidates', 'strategy_of', 'inputs_of', 'standardised',
            'scores_of', 'size_of', 'Selector']
 
-# %% ../nbs/library/selector.ipynb #165c0dfe
+# %% ../nbs/library/selector.ipynb #6734c3e7
 import json
 import math
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from .metanet import Signature, match_signature, signature, straight_through_cla
 from .profile import Profile
 from .strategy import GRID, Strategy
 
-# %% ../nbs/library/selector.ipynb #e2992645
+# %% ../nbs/library/selector.ipynb #4947b05c
 Who = Literal["all", "head", "body", "bn", "batch", "none"]  # batch: all tensors move, norms use the batch's statistics
 
 
@@ -51,7 +51,7 @@ def candidates(
     only_norms = [Candidate("bn", 1.0, lr) for lr in half] + [Candidate("batch", 1.0, lr) for lr in GRID]
     return (*all_moves, *parts, *still, *(only_norms if norms else ()))
 
-# %% ../nbs/library/selector.ipynb #32508545
+# %% ../nbs/library/selector.ipynb #48af8e58
 def strategy_of(
     candidate: Candidate,
     names: Signature, # of the model
@@ -71,7 +71,7 @@ def strategy_of(
     bn: Mode = "batch" if candidate.who == "batch" else "mix"
     return Strategy(like.new_full((len(names.bn_layers),), candidate.beta), eta, bn)
 
-# %% ../nbs/library/selector.ipynb #d6bd5b09
+# %% ../nbs/library/selector.ipynb #7cfad39e
 Look = Literal["xi", "features", "labels"]
 LOOKS = get_args(Look)
 
@@ -88,7 +88,7 @@ def _mask(names: Signature, looks_at: Sequence[Look]) -> Tensor:
     sizes = {"xi": len(names.bn_layers), "features": 2 * len(names.layers), "labels": 2}
     return torch.cat([torch.full((size,), float(look in looks_at)) for look, size in sizes.items()])
 
-# %% ../nbs/library/selector.ipynb #eeac0b43
+# %% ../nbs/library/selector.ipynb #b7296962
 def standardised(
     state: State, # of a selector
     inputs: Tensor, # [I] from `inputs_of`
@@ -113,7 +113,7 @@ def size_of(
     "Root mean square of what it looks at, in deviations: 1 for the mean of seen clients, in squares."
     return (standardised(state, inputs).square().sum() / state["mask"].sum().clamp(min=1)).sqrt()
 
-# %% ../nbs/library/selector.ipynb #0ec1d269
+# %% ../nbs/library/selector.ipynb #a2e3cfee
 FAR = 1.5  # distance, in units of the most distant seen client, from which on a client gets the common strategy
 SELECTOR = "fedl2p selector 1"  # the format of a file with a selector
 
@@ -187,7 +187,8 @@ class Selector(nn.Module):
         "Write a safetensors file whose header names the model's layers and tensors, and holds any other notes."
         about = {"format": SELECTOR, "fedl2p": __version__, "hidden": str(self.hidden),
                  "looks_at": json.dumps(self.looks_at), "candidates": json.dumps(self.candidates)}
-        save_tensors(path, self.state_dict(), notes | about | {k: json.dumps(v) for k, v in self.signature._asdict().items()})
+        names = {k: json.dumps(v) for k, v in self.signature._asdict().items()}
+        save_tensors(path, self.state_dict(), notes | about | names)
 
     @classmethod
     def load(cls, path: str | Path, model: nn.Module) -> "Selector":

@@ -11,6 +11,7 @@ import math
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 from ..analysis import gains, mean_gain, plot_accuracy, plot_learning, plot_strategies
 from ..checkpoint import changed
@@ -39,13 +40,13 @@ from .tables import accuracy_table, read_cell, summarise
 class Demo:
     "The embedded experiment: real digits, five kinds of clients, all methods."
 
-    config: Config = field(default_factory=lambda: setting("digits", "small", "").config) # settings of FedL2P
+    config: Config = field(default_factory=lambda: setting("digits", "small", "").config) # of the paper's FedL2P
     seeds: tuple[int, ...] = (0, 1, 2) # one repetition for each, with its own data, model and draws
     alpha: float = 0.5 # label shift: small means unequal labels
     clients: int = 20 # clients that learn together, a multiple of five
     unseen: int = 10 # clients that come later, a multiple of five
     pretraining_rounds: int = 50 # rounds of federated averaging on clean digits
-    more_estimators: tuple[Estimator, ...] = ("fomaml",) # estimators of the hypergradient, for further rows of FedL2P
+    more_estimators: tuple[Estimator, ...] = () # estimators of the hypergradient, for more rows of the paper's FedL2P
     out: Path = Path("fedl2p-demo") # folder for results; the same folder goes on where it stopped
     workers: int | None = None # processes of one thread each; 0 works in this one; None is one a core, or 0 on a GPU
     limit: float = 3600.0 # seconds that a client may take for one piece of work in another process
@@ -60,6 +61,7 @@ class Demo:
         require(0 < self.alpha < math.inf, "alpha", "> 0 and finite", self.alpha)
         require(self.pretraining_rounds >= 1, "pretraining_rounds", ">= 1", self.pretraining_rounds)
         require(self.config.seed == 0, "seed", "left out (the demo has --seeds)", self.config.seed)
+        require(self.config.start == "constant", "start", "left out (the demo has both recipes)", self.config.start)
         Runner(self.workers, limit=self.limit)  # which refuses what it cannot do
 
 # %% ../../nbs/studies/demo.ipynb #665445f0
@@ -74,9 +76,7 @@ def jobs(
     how = replace(base, config=demo.config, recipe=recipe, clients=deal)
     condition = Condition("digits", demo.alpha, demo.config.epochs, "fedavg")
     policies = [f"fedl2p-{estimator}" for estimator in dict.fromkeys([demo.config.estimator, *demo.more_estimators])]
-    plain = ["none", "ft-c", "ft-g", "ft-i", "ft-c-best", "ft-g-best", "ft-i-best", "ft-c-precise-best",
-             "l2p", "fedl2p-start"]
-    methods = [*plain, *(method for policy in policies for method in (policy, f"{policy}-mean"))]
+    methods = ["none", "ft-c-precise-best", "ft-g-best", "ft-i-best", "l2p", *policies, "fedl2p-ours"]
     machine = Machine(workers=demo.workers, device=demo.device, limit=demo.limit)
     runner = Runner(demo.workers, progress=progress, limit=demo.limit)
     cells = [Cell(condition, method, seed) for seed in demo.seeds for method in methods]
@@ -84,11 +84,11 @@ def jobs(
 
 
 def _label(method: str) -> str:
-    "A method in the demo's table, which names rates and estimators."
-    policy, _, mean = method.removeprefix("fedl2p-").partition("-")
-    if method.startswith("fedl2p-") and policy != "start":
-        return f"FedL2P, {policy}" + (", mean inputs" if mean else "")
-    return METHODS[method] + (", initial rate" if method in ("ft-c", "ft-g", "ft-i") else "")
+    "A method in the demo's table, where all that choose have precise statistics."
+    estimator = method.removeprefix("fedl2p-")
+    if estimator in get_args(Estimator):
+        return "FedL2P (paper)" if estimator == "ift" else f"FedL2P (paper, {estimator})"
+    return METHODS[method].replace(", precise statistics", "")
 
 # %% ../../nbs/studies/demo.ipynb #9cc8451b
 def open_folder(
@@ -167,7 +167,7 @@ def write_results(
     write_file(out / "clients.jsonl", "".join(json.dumps(r, allow_nan=False) + "\n" for r in records).encode())
     write_file(out / "differences.md", markdown(differences(out)).encode())
     last = {cell["method"]: cell for cell in cells}
-    main = next((c for c in last.values() if "last" in c), last["fedl2p-start"])
+    main = last["fedl2p-ours"]
     histories = {(_label(c["method"]), c["seed"]): c["rounds"] for c in cells if c.get("rounds")}
     title = f"{_label(main['method'])}, seed {main['seed']}"
     with matplotlib.rc_context({"backend": "agg"}):
@@ -176,7 +176,7 @@ def write_results(
         figures = {
             "accuracy": plot_accuracy({_label(method): row for method, row in rows.items()}),
             "learning": plot_learning(histories),
-            "strategies": plot_strategies(main["clients"], main["layers"], last["fedl2p-start"]["clients"], title),
+            "strategies": plot_strategies(main["clients"], main["layers"], title=title),
         }
         for name, fig in figures.items():
             fig.savefig(out / f"{name}.png", dpi=120)

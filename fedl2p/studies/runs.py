@@ -311,8 +311,8 @@ def _results(job: Job, model: nn.Module, everybody: Federation) -> Json:
         results = under(baselines(model, more["lr"])[name])
     else:
         learner, learns = FedL2P(model, config), everybody.seen
-        if method in OURS and not job.runner.transport:  # on other machines, learning begins with their trials
-            learns = tried(job, model, config, learns)
+        if method in OURS:  # on other machines, learning begins with their trials
+            learns = drawn(learns, how.tried, seed) if job.runner.transport else tried(job, model, config, learns)
             kept["tried"] = len(learns)
         if method != "fedl2p-start":  # with mean inputs, the policy is that of another cell
             learner.fit(learns, folder.with_name(f"{policy_of}-seed{seed}"), job.titled())

@@ -16,7 +16,7 @@ from ..core import cores, pick_device, require, require_choice
 from ..data import Client
 from ..flower import Context, Grid, Nodes, client_app, simulate
 from ..runner import Progress, Runner, quiet
-from .runs import LEARNED, Cell, Job, Run, cells, columns, federation, job_of, run_cell, source_of
+from .runs import LEARNED, OURS, Cell, Job, Run, cells, columns, federation, job_of, run_cell, source_of
 
 # %% ../../nbs/studies/simulation.ipynb #1e042d34
 def everybody(
@@ -43,7 +43,7 @@ def simulate_study(
 ) -> dict[str, str]: # nothing is missing, as in `run_study`
     "Fill in the cells that are missing, each with a simulation: the same scores as by `run_study`."
     for method in run.methods:
-        require_choice("methods", method, LEARNED)  # baselines, and what needs everybody's inputs in one place, are not
+        require_choice("methods", method, {**LEARNED, **OURS})  # baselines, and what needs everybody's inputs in one place, are not
     require(not run.machine.amp, "amp", "False on Flower", run.machine.amp)
     require(not run.machine.compile, "compile", "False on Flower", run.machine.compile)
     on_gpu = pick_device(run.machine.device).startswith("cuda")
