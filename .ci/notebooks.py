@@ -25,7 +25,7 @@ OWNER, BRANCH = "{user}/{repo}".format(**SETTINGS), SETTINGS["branch"]
 COLAB = f"https://colab.research.google.com/github/{OWNER}/blob/{BRANCH}/"
 # The course in reading order: lesson 7 is nbs/07_hypergrad.ipynb, and its title begins with "07 hypergrad:".
 ORDER = ("bn", "data", "digits", "profile", "strategy", "finetune", "metanet", "hypergrad",
-         "federated", "client", "learner", "analysis", "clusters")
+         "federated", "client", "learner", "trials", "analysis", "clusters")
 LESSONS = [f"{number:02}_{name}" for number, name in enumerate(ORDER)]
 PAGES = ("library", "studies")  # folders of notebooks that have no number
 

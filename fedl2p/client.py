@@ -91,7 +91,7 @@ class Config:
     held_back: float = 0.3 # trials: share of the samples to judge by
     halving: bool = True # trials: bad candidates stop early; False tries all of them to the end
     looks_at: tuple[Look, ...] = ("xi", "features") # trials: inputs of the selector; none is one strategy for all
-    choosing_rounds: int = 100 # trials: rounds of averaging in which the selector learns, without any fine-tuning
+    choosing_rounds: int = 60 # trials: rounds of averaging in which the selector learns, without any fine-tuning
     refining_lr: float = 0.1 # trials: step of the server's Adam when hypergradients refine each layer
     seed: int = 0 # seed of everything random (an experiment has seeds of its own)
 

@@ -334,7 +334,7 @@ def _read(work: str, task: Task, content: RecordDict) -> Update | Result:
     m, settings = dict(content["metrics"]), task.settings
     if work == "score":
         return _read_score(task, m)
-    names = {"num-examples", *(["size"] if work == "choose" else [])}
+    names = {"num-examples", *(["size", "gain"] if work == "choose" else [])}
     if work in ("learn", "validate"):
         names |= {"val_loss", "diverging", *(["start_loss"] if settings.keep == "paired" else [])}
     if m.keys() != names or not all(_is_number(v) and v < math.inf for v in m.values()):

@@ -56,6 +56,7 @@ class FedL2P:
         self.config, self.history = config, list[Json]()
         self.metanets = untrained(self.model, config)
         self.last = State()  # lambda after the last round, which need not be the best
+        self.chosen = Json()  # what looking at the client gained in trials: looks, gain, error
 
     def fit(
         self,
@@ -147,6 +148,7 @@ class Course(NamedTuple):
     best: State # lambda with the lowest loss
     history: list[Json] # records of the rounds, the last of them without learning
     moments: State = {} # of the server's optimiser, if it has one
+    chosen: Json = {} # what looking at the client gained in trials, see `learn_to_choose`
 
     def after(self, r: Round, keep: Keep, final: bool = False) -> "Course":
         """One round later. The losses of a round are those of the lambda that was sent out, or, with keep="after",
@@ -155,7 +157,8 @@ class Course(NamedTuple):
         better = _loss(record) < min(map(_loss, self.history), default=float("inf"))
         now = self.now if final else r.state
         judged = now if keep == "after" else self.now
-        return Course(now, judged if better else self.best, [*self.history, record], self.moments)
+        best = judged if better else self.best
+        return self._replace(now=now, best=best, history=[*self.history, record])
 
     @property
     def over(self) -> bool:
@@ -175,7 +178,8 @@ def _keep(folder: Path | None, settings: Json, course: Course) -> None:
     # Copies: the best may be the last, and the file holds each tensor by its own name.
     states = {"now": course.now, "best": course.best, "moments": course.moments}
     tensors = {f"{k}.{name}": t.clone() for k, state in states.items() for name, t in state.items()}
-    save_checkpoint(folder / "checkpoint.safetensors", settings, tensors, {"rounds": course.history})
+    info = {"rounds": course.history, "chosen": course.chosen}
+    save_checkpoint(folder / "checkpoint.safetensors", settings, tensors, info)
     write_file(folder / "rounds.jsonl", "".join(json.dumps(line) + "\n" for line in course.history).encode())
 
 
@@ -187,7 +191,7 @@ def _restore(folder: Path | None, settings: Json, device: torch.device) -> Cours
     tensors, info = checkpoint
     now, best, moments = ({name.removeprefix(k): t.to(device) for name, t in tensors.items() if name.startswith(k)}
                           for k in ("now.", "best.", "moments."))
-    return Course(now, best, info["rounds"], moments)
+    return Course(now, best, info["rounds"], moments, info.get("chosen", {}))
 
 
 def _standardise(learner: FedL2P, clients: Sequence[Client], runner: Runner) -> None:
@@ -211,14 +215,14 @@ def _judged(learner: FedL2P, course: Course, clients: Sequence[Client], runner: 
     return run_round(course.now, tasks, number, runner)
 
 
-def _start(learner: FedL2P, clients: Sequence[Client], folder: Path | None, runner: Runner) -> State:
-    "Where lambda starts: new meta-nets, or a selector that learned from the clients' trials."
+def _start(learner: FedL2P, clients: Sequence[Client], folder: Path | None, runner: Runner) -> tuple[State, Json]:
+    "Where lambda starts: new meta-nets, or a selector that learned from the clients' trials; and what it gained."
     config = learner.config
     if config.start == "trials" or config.inputs == "standard":
         _standardise(learner, clients, runner)
     state = deepcopy(dict(learner.metanets.state_dict()))
     if config.start == "constant":
-        return state
+        return state, {}
     tried = run_trials(learner.model, config, clients, runner, folder and folder / "trials")
     return learn_to_choose(learner.model, config, state, tried, runner if runner.transport else Runner(0))
 
@@ -263,13 +267,13 @@ def _fit(learner: FedL2P, clients: Sequence[Client], folder: Path | None, runner
     course = _restore(folder, settings, device_of(model))
     learner.metanets = untrained(model, config, course.now if course else None)  # a second call starts anew
     if course is None:
-        state = _start(learner, clients, folder, runner)
-        course = Course(state, state, [])
+        state, chosen = _start(learner, clients, folder, runner)
+        course = Course(state, state, [], chosen=chosen)
         if config.start == "trials":
             _keep(folder, settings, course)
     for course in _rounds(learner, course, clients, runner) if config.rounds else ():  # noqa: B020, one course later
         _keep(folder, settings, course)
-    learner.history, learner.last = course.history, course.now
+    learner.history, learner.last, learner.chosen = course.history, course.now, course.chosen
     start = untrained(model, config, course.now).state_dict()
     learner.metanets.load_state_dict(course.best)
     kept, still = (all(torch.equal(lam[k], t) for k, t in start.items()) for lam in (course.best, course.now))
