@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import alive
+from processes import INTERRUPTIBLE, alive
 from torch import nn
 
 from fedl2p import runner as pool
@@ -203,7 +203,7 @@ def ready(model, settings, state, client, number):
 
 
 def script(code, **kwargs):
-    return subprocess.Popen([sys.executable, "-c", SCRIPT + code], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **kwargs)
+    return subprocess.Popen([sys.executable, "-c", INTERRUPTIBLE + SCRIPT + code], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **kwargs)
 
 
 def test_a_script_without_a_guard_whose_clients_print_and_read():
