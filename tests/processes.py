@@ -1,6 +1,9 @@
-"""Which processes a test has left behind."""
+"""Processes that tests start, and those that they leave behind."""
 
 from pathlib import Path
+
+# The first line of a program that is to be interrupted: a job in the background has Ctrl-C ignored, and so have its children.
+INTERRUPTIBLE = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
 
 
 def alive(session: int) -> list[int]:

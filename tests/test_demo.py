@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import alive
+from processes import INTERRUPTIBLE, alive
 from safetensors.torch import load_file
 
 from fedl2p.cli import main
@@ -33,7 +33,8 @@ TENSORS = [PRETRAINED, CELLS / "fedl2p-ift-seed3/policy.safetensors", CELLS / "f
 
 
 def start(out: Path, *more: str) -> subprocess.Popen:
-    command = [sys.executable, "-c", "from fedl2p.cli import main; raise SystemExit(main())", "demo", *SMALL, "--out", str(out), *more]
+    program = INTERRUPTIBLE + "from fedl2p.cli import main; raise SystemExit(main())"
+    command = [sys.executable, "-c", program, "demo", *SMALL, "--out", str(out), *more]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 

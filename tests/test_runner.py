@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import alive
+from processes import INTERRUPTIBLE, alive
 from torch import nn
 
 from fedl2p import runner as pool
@@ -203,7 +203,7 @@ def ready(model, settings, state, client, number):
 
 
 def script(code, **kwargs):
-    return subprocess.Popen([sys.executable, "-c", SCRIPT + code], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **kwargs)
+    return subprocess.Popen([sys.executable, "-c", INTERRUPTIBLE + SCRIPT + code], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **kwargs)
 
 
 def test_a_script_without_a_guard_whose_clients_print_and_read():
@@ -334,15 +334,23 @@ def test_diverged_and_raised_are_told_apart_by_the_type_of_the_error(workers):
     assert [o.failure.reason for o in failed] == [f"{type(error).__name__}: {error}" for error in ERRORS]
 
 
-def test_attempt():
+@pytest.fixture
+def two_threads():
+    """What the work must leave as it found it; the tests themselves run with one."""
     before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_attempt(two_threads):
     assert attempt(lambda: 3) == Outcome(3, None) and attempt(lambda: None) == Outcome(None, None)
     assert attempt(lambda: 1 / 0) == Outcome(None, Failure("raised", "ZeroDivisionError: division by zero"))
-    assert torch.get_num_threads() == before
+    assert torch.get_num_threads() == 2
     with pytest.raises(KeyboardInterrupt):
         attempt(interrupt)
     assert attempt(interrupt, stoppable=False) == Outcome(None, Failure("raised", "KeyboardInterrupt: "))
-    assert torch.get_num_threads() == before
+    assert torch.get_num_threads() == 2
 
 
 def interrupt(*_):
@@ -353,10 +361,10 @@ def threads(*_):
     return torch.get_num_threads()
 
 
-def test_one_thread_each_and_threads_are_put_back():
-    before = torch.get_num_threads()
+def test_one_thread_each_and_threads_are_put_back(two_threads, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert {o.value for w in (0, 1, 2) for o in Runner(w).run_all(tasks(threads, 3))} == {1}
-    assert torch.get_num_threads() == before
+    assert torch.get_num_threads() == 2
     with pytest.raises(ValueError, match=r"^workers must be >= 0 or None, got -1$"):
         Runner(-1)
 
