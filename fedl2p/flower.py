@@ -103,7 +103,7 @@ def _do(work: str, message: Message, folder: Path, client: Client, model: nn.Mod
         model = _pretrained(model, folder, asked["model"])
     settings = (Recipe if work == "train" else Config)(**json.loads(asked["settings"]))
     state = {name: t.to(device_of(model)) for name, t in state.items()}
-    if work not in ("try", "choose"):
+    if isinstance(settings, Recipe) or work not in ("try", "choose"):
         return Task(WORK[work], model, settings, state, client, asked["round"]).run()
     path = kept_file(folder / "kept", model, settings, client)  # what a client keeps of its trials stays on its node
     client = recall(path, client)

@@ -5,10 +5,9 @@
 # %% auto #0
 __all__ = ['Engine', 'ENGINES', 'SMALL', 'CHUNK', 'Race', 'start_race', 'run_race', 'judge_race']
 
-# %% ../nbs/library/many.ipynb #6d801b27
+# %% ../nbs/library/many.ipynb #1df35f46
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -16,14 +15,14 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
-from .bn import beta_buffers, bn_mode
+from .bn import Mode, beta_buffers, bn_mode
 from .core import State, evaluating, require, require_choice, seeded
 from .data import Data, split_batches
 from .finetune import Tuning, client_buffers, loss_on, precise_statistics, step_batches, tunable_eta
 from .hypergrad import descend
 from .strategy import Strategy
 
-# %% ../nbs/library/many.ipynb #75719590
+# %% ../nbs/library/many.ipynb #62827ef4
 Engine = Literal["auto", "vmap", "loop"]
 ENGINES = get_args(Engine)
 SMALL = 200_000  # parameters of a network up to which the overhead of calls outweighs the arithmetic on a CPU
@@ -61,12 +60,13 @@ def start_race(
     weights = {name: w.detach() for name, w in model.named_parameters() if w.requires_grad}
     frozen = {name: w.detach() for name, w in model.named_parameters() if not w.requires_grad}
     states = weights, {**frozen, **client_buffers(model, tuning.statistics)}
-    many = [{name: t.expand(len(strategies), *t.shape) for name, t in state.items()} for state in states]
+    n = len(strategies)
+    weights, buffers = ({name: t.expand(n, *t.shape) for name, t in state.items()} for state in states)
     beta = torch.stack([s.beta.detach() for s in strategies])
     eta = torch.stack([tunable_eta(model, s).detach() for s in strategies])
-    return Race(*many, beta, eta, [(batch, seed + t) for t, batch in enumerate(batches)])
+    return Race(weights, buffers, beta, eta, [(batch, seed + t) for t, batch in enumerate(batches)])
 
-# %% ../nbs/library/many.ipynb #ac9cfecd
+# %% ../nbs/library/many.ipynb #b38835ab
 def _steps_for_vmap(model: nn.Module, steps: Sequence[tuple[Callable[[], Data], int]]) -> Callable:
     def walk(weights: State, buffers: State, beta: Tensor, eta: Tensor) -> tuple[State, State]:
         for batch, seed in steps:
@@ -102,7 +102,7 @@ def _steps_alone(model: nn.Module, steps: Sequence[tuple[Callable[[], Data], int
 
     return walk
 
-# %% ../nbs/library/many.ipynb #b3ff37bb
+# %% ../nbs/library/many.ipynb #5400dc3c
 def _each(function: Callable, engine: Engine, model: nn.Module) -> Callable:
     "Call a function for each of the entries of dicts of tensors: side by side, or one after the other."
     if _side_by_side(engine, model):
@@ -132,7 +132,7 @@ def _stacked(results: list) -> State | Tensor | tuple:
 def run_race(
     model: nn.Module, # pretrained, as returned by `mix_bn`
     race: Race,
-    bn: str, # mode of the batch norms
+    bn: Mode, # of the batch norms
     steps: int | None = None, # how many; None is all that are left
     engine: Engine = "auto", # side by side, one after the other, or by the size of the network
 ) -> Race: # so many steps further
@@ -145,12 +145,12 @@ def run_race(
         weights, buffers = _each(walk, engine, model)(race.weights, race.buffers, race.beta, race.eta)
     return race._replace(weights=weights, buffers=buffers, steps=left)
 
-# %% ../nbs/library/many.ipynb #ee8f3613
+# %% ../nbs/library/many.ipynb #ea7d8e23
 @torch.no_grad()
 def judge_race(
     model: nn.Module, # pretrained, as returned by `mix_bn`
     race: Race,
-    bn: str, # mode of the batch norms
+    bn: Mode, # of the batch norms
     data: Data, # samples that they fine-tune on, for precise statistics
     held: Data, # samples to judge by
     precise: bool = True, # measure the client's statistics now

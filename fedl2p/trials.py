@@ -6,7 +6,7 @@
 __all__ = ['KEPT', 'COMMON_ROUNDS', 'NETWORK', 'FOLDS', 'trial_losses', 'try_client', 'kept_file', 'keep', 'recall', 'run_trials',
            'choose_client', 'learn_to_choose']
 
-# %% ../nbs/11_trials.ipynb #88c83b5e
+# %% ../nbs/11_trials.ipynb #7ec1ca56
 import hashlib
 import json
 import math
@@ -30,7 +30,7 @@ from .metanet import signature
 from .runner import Runner, Task
 from .selector import candidates, inputs_of, scores_of, size_of, strategy_of
 
-# %% ../nbs/11_trials.ipynb #68ec3036
+# %% ../nbs/11_trials.ipynb #580e4a67
 class _Heat(NamedTuple):
     "Candidates of one mode of the batch norms that are still in, on one split of a client's samples."
 
@@ -53,7 +53,7 @@ def _go_on(
     only: Sequence[int],
 ) -> tuple[list[_Heat], dict[int, float]]:
     "Some of the candidates some steps later, and their losses on the samples that are held back."
-    after, losses = [], {}
+    after, losses = list[_Heat](), dict[int, float]()
     for bn, numbers, race in heats:
         stay = [k for k, i in enumerate(numbers) if i in only]
         if stay:
@@ -63,7 +63,7 @@ def _go_on(
             losses |= dict(zip(after[-1].numbers, loss.tolist(), strict=True))
     return after, losses
 
-# %% ../nbs/11_trials.ipynb #9b2ad7ac
+# %% ../nbs/11_trials.ipynb #171f0a46
 def _split(data: Data, config: Config, number: int, id: str) -> tuple[Data, Data]:
     "Samples to fine-tune on and samples that are held back, which are others in each split."
     n = max(1, round(config.held_back * len(data)))
@@ -110,7 +110,7 @@ def trial_losses(
             alive = _best(bounded(losses), 1 / 3)
     return torch.tensor([statistics.mean(found[i]) for i in everybody])
 
-# %% ../nbs/11_trials.ipynb #05075893
+# %% ../nbs/11_trials.ipynb #b4ae4932
 def try_client(
     model: nn.Module, # pretrained, as returned by `mix_bn`
     config: Config,
@@ -126,7 +126,7 @@ def try_client(
     kept = {"losses": trial_losses(model, config, data, client.id), "inputs": inputs.cpu()}
     return Update({}, float(len(data)), {}, kept)
 
-# %% ../nbs/11_trials.ipynb #7c86c830
+# %% ../nbs/11_trials.ipynb #adac5cc6
 KEPT = "fedl2p kept 1"  # the format of a file with what a client keeps for itself
 # Settings on which the losses of trials depend.
 _MATTERS = ("epochs", "batch_size", "statistics", "augment", "fill", "splits", "held_back", "halving", "seed")
@@ -187,7 +187,7 @@ def run_trials(
         raise RuntimeError(f"all {len(clients)} clients failed; see the warnings")
     return [ready[client.id] for client in clients if client.id in ready]
 
-# %% ../nbs/11_trials.ipynb #ab35856f
+# %% ../nbs/11_trials.ipynb #ad109ea3
 def choose_client(
     model: nn.Module, # not used
     config: Config,
@@ -207,7 +207,7 @@ def choose_client(
     report = {"size": size.item(), "gain": gain.item()}
     return Update(moved, float(len(client.train) + len(client.val)), report)
 
-# %% ../nbs/11_trials.ipynb #90269bfc
+# %% ../nbs/11_trials.ipynb #ec079b05
 COMMON_ROUNDS = 4  # rounds that learn the common scores: enough to order candidates, too few to rule any out
 NETWORK = ("first", "first_bias", "last")
 FOLDS = 3  # parts of the clients, each of which judges what the others learned

@@ -43,7 +43,7 @@ def simulate_study(
 ) -> dict[str, str]: # nothing is missing, as in `run_study`
     "Fill in the cells that are missing, each with a simulation: the same scores as by `run_study`."
     for method in run.methods:
-        require_choice("methods", method, {**LEARNED, **OURS})  # baselines, and what needs everybody's inputs in one place, are not
+        require_choice("methods", method, [*LEARNED, *OURS])  # baselines, and what needs everybody's inputs in one place, are not
     require(not run.machine.amp, "amp", "False on Flower", run.machine.amp)
     require(not run.machine.compile, "compile", "False on Flower", run.machine.compile)
     on_gpu = pick_device(run.machine.device).startswith("cuda")
