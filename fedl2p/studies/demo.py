@@ -23,6 +23,7 @@ from fedl2p.core import (
     markdown,
     pick_device,
     require,
+    require_choice,
     versions,
     warn,
     write_file,
@@ -46,7 +47,7 @@ class Demo:
     clients: int = 20 # clients that learn together, a multiple of five
     unseen: int = 10 # clients that come later, a multiple of five
     pretraining_rounds: int = 50 # rounds of federated averaging on clean digits
-    more_estimators: tuple[Estimator, ...] = () # estimators of the hypergradient, for more rows of the paper's FedL2P
+    more_methods: tuple[str, ...] = () # ids of further rows, like fedl2p-fomaml, fedl2p-common; a wrong one shows all
     out: Path = Path("fedl2p-demo") # folder for results; the same folder goes on where it stopped
     workers: int | None = None # processes of one thread each; 0 works in this one; None is one a core, or 0 on a GPU
     limit: float = 3600.0 # seconds that a client may take for one piece of work in another process
@@ -62,6 +63,8 @@ class Demo:
         require(self.pretraining_rounds >= 1, "pretraining_rounds", ">= 1", self.pretraining_rounds)
         require(self.config.seed == 0, "seed", "left out (the demo has --seeds)", self.config.seed)
         require(self.config.start == "constant", "start", "left out (the demo has both recipes)", self.config.start)
+        for method in self.more_methods:
+            require_choice("more_methods", method, METHODS)
         Runner(self.workers, limit=self.limit)  # which refuses what it cannot do
 
 # %% ../../nbs/studies/demo.ipynb #665445f0
@@ -75,11 +78,11 @@ def jobs(
     deal = partial(digits_federation, demo.clients, demo.unseen)
     how = replace(base, config=demo.config, recipe=recipe, clients=deal)
     condition = Condition("digits", demo.alpha, demo.config.epochs, "fedavg")
-    policies = [f"fedl2p-{estimator}" for estimator in dict.fromkeys([demo.config.estimator, *demo.more_estimators])]
-    methods = ["none", "ft-c-precise-best", "ft-g-best", "ft-i-best", "l2p", *policies, "fedl2p-ours"]
+    paper = f"fedl2p-{demo.config.estimator}"
+    methods = ["none", "ft-c-precise-best", "ft-g-best", "ft-i-best", "l2p", paper, "fedl2p-ours", *demo.more_methods]
     machine = Machine(workers=demo.workers, device=demo.device, limit=demo.limit)
     runner = Runner(demo.workers, progress=progress, limit=demo.limit)
-    cells = [Cell(condition, method, seed) for seed in demo.seeds for method in methods]
+    cells = [Cell(condition, method, seed) for seed in demo.seeds for method in dict.fromkeys(methods)]
     return [Job(cell, how, "small", demo.out, machine, runner) for cell in cells]
 
 
@@ -88,7 +91,7 @@ def _label(method: str) -> str:
     estimator = method.removeprefix("fedl2p-")
     if estimator in get_args(Estimator):
         return "FedL2P (paper)" if estimator == "ift" else f"FedL2P (paper, {estimator})"
-    return METHODS[method].replace(", precise statistics", "")
+    return METHODS[method].replace(", precise statistics, best", ", best")
 
 # %% ../../nbs/studies/demo.ipynb #9cc8451b
 def open_folder(
