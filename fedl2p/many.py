@@ -8,7 +8,6 @@ __all__ = ['Engine', 'ENGINES', 'SMALL', 'CHUNK', 'Race', 'start_race', 'run_rac
 # %% ../nbs/library/many.ipynb #1df35f46
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Literal, NamedTuple, get_args
 
 import torch
