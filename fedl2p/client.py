@@ -345,9 +345,10 @@ def describe_client(
     "What a client does once, before the first round, if inputs are standardised."
     client = client.to(device_of(model))
     check(client, model, ["train"])
-    known = profile_of(model, config, client.train, (config.seed, "learning", number, client.id))
-    inputs = inputs_of(known) if config.start == "trials" else torch.cat([known.xi, known.feature_stats])
-    inputs = inputs.cpu().double()
+    trials = config.start == "trials"  # which use all samples
+    data = client.samples("train+val" if trials else "train")
+    known = profile_of(model, config, data, (config.seed, "learning", number, client.id))
+    inputs = (inputs_of(known) if trials else torch.cat([known.xi, known.feature_stats])).cpu().double()
     return Update({"mean": inputs, "square": inputs**2}, 1.0)
 
 # %% ../nbs/09_client.ipynb #f0d0303d
