@@ -124,6 +124,8 @@ def _check(config: Config) -> None:
         require(getattr(config, name) >= 1, name, ">= 1", getattr(config, name))
     least = 0 if config.start == "trials" else 1  # trials are a policy by themselves
     require(config.rounds >= least, "rounds", f">= {least}", config.rounds)
+    paired = config.keep == "paired" or config.start != "trials" or not config.rounds
+    require(paired, "keep", "'paired' if trials are refined", config.keep)
     for look in config.looks_at:
         require_choice("looks_at", look, LOOKS)
     parts = config.splits * config.held_back

@@ -20,7 +20,7 @@ from .core import State, evaluating, require, require_choice, seeded
 from .data import Data, split_batches
 from .finetune import Tuning, client_buffers, loss_on, precise_statistics, step_batches, tunable_eta
 from .hypergrad import descend
-from .strategy import Strategy
+from .strategy import Strategy, eta_by_name
 
 # %% ../nbs/library/many.ipynb #62827ef4
 Engine = Literal["auto", "vmap", "loop"]
@@ -54,7 +54,7 @@ def start_race(
     "All strategies at the pretrained weights."
     require(len({s.bn for s in strategies}) == 1, "bn", "the same in all strategies", [s.bn for s in strategies])
     for s in strategies:
-        beta_buffers(model, s.beta)  # which raises if it does not fit
+        beta_buffers(model, s.beta), eta_by_name(model, s)  # which raise if it does not fit
     batches = step_batches(data, tuning, generator)
     seed = int(torch.randint(2**62, (), generator=generator))
     weights = {name: w.detach() for name, w in model.named_parameters() if w.requires_grad}

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from .bn import Mode
 from .checkpoint import fingerprint
 from .client import Config, profile_of
-from .core import Json, State, device_of, generator, load_tensors, save_tensors, warn
+from .core import Json, State, device_of, evaluating, generator, load_tensors, save_tensors, warn
 from .data import Client, Data, check
 from .federated import FedAdam, Update, fedavg, run_round
 from .many import Race, judge_race, run_race, start_race
@@ -84,7 +84,7 @@ def trial_losses(
 ) -> Tensor: # [S], bounded: a candidate that diverges has twice the loss of a guess
     "The loss of each candidate on samples that were held back, as the mean over splits."
     everybody = range(len(candidates(bool(signature(model).bn_layers))))
-    with torch.no_grad():
+    with torch.no_grad(), evaluating(model):
         worst = 2 * math.log(model(data.x[:2]).shape[1])
     found: dict[int, list[float]] = {i: [] for i in everybody}
 
@@ -230,6 +230,7 @@ def learn_to_choose(
     runner: Runner = Runner(0),  # noqa: B008, frozen; who does the clients' work
 ) -> tuple[State, Json]: # the selector, and what looking gained for clients that it had not learned from
     "One strategy for all, and then what depends on the client, if that helps clients whose losses it has not seen."
+    clients = sorted(clients, key=lambda c: c.id)  # so that the parts are the same in whatever order they come
     common = [*fedavg(choose_client, model, config, state, clients, COMMON_ROUNDS, 1.0, config.seed, runner)][-1]
     state = {**common.state, "reach": torch.tensor(max(report["size"] for report in common.reports.values()))}
     if not config.looks_at or len(clients) < 2 * FOLDS:

@@ -39,7 +39,7 @@ def test_a_study_on_flower_has_the_same_numbers(study, dataset, method, tmp_path
         assert main([command, *args, "--out", str(tmp_path / command)]) == 0
         (path,) = (tmp_path / command).rglob("*-seed0.json")
         [content] = lean([json.loads(path.read_text())], *TIMED)
-        rounds, clients = lean(content["rounds"], "beta", "eta"), lean(content["clients"], "xi", "feature_stats")
+        rounds, clients = lean(content["rounds"], "beta", "eta"), lean(content["clients"], "xi", "feature_stats", "labels")
         contents.append({**content, "rounds": rounds, "clients": clients})
     assert contents[0] == contents[1] and contents[0]["clients"]
 
