@@ -24,12 +24,12 @@ from fedl2p.studies.published import Condition
 from fedl2p.studies.tables import collect, condition_of, results, summarise
 
 SMALL = ["--seeds", "3", "--clients", "5", "--unseen", "5", "--rounds", "6", "--epochs", "1", "--fraction", "0.4", "--meta-steps", "1", "--pretraining-rounds", "8"]
-PLAIN = ["none", "ft-c", "ft-g", "ft-i", "ft-c-best", "ft-g-best", "ft-i-best", "ft-c-precise-best"]
-LEARNED = ["l2p", "fedl2p-start", "fedl2p-ift", "fedl2p-ift-mean", "fedl2p-fomaml", "fedl2p-fomaml-mean"]
+PLAIN = ["none", "ft-c-precise-best", "ft-g-best", "ft-i-best"]
+LEARNED = ["l2p", "fedl2p-ift", "fedl2p-ours"]
 CELLS = Path("digits/small/fedavg-alpha0.5-e1")
 PRETRAINED = Path("digits/small/pretrained/fedavg-alpha0.5-seed3.safetensors")
 RESULTS = ["clients.jsonl", "table.md", "config.json", CELLS / "fedl2p-ift-seed3/rounds.jsonl"]
-TENSORS = [PRETRAINED, CELLS / "fedl2p-ift-seed3/policy.safetensors", CELLS / "fedl2p-fomaml-seed3/policy.safetensors"]
+TENSORS = [PRETRAINED, CELLS / "fedl2p-ift-seed3/policy.safetensors", CELLS / "fedl2p-ours-seed3/policy.safetensors"]
 
 
 def start(out: Path, *more: str) -> subprocess.Popen:
@@ -56,11 +56,12 @@ def unbroken(tmp_path_factory):
 
 
 def test_killed_at_any_moment_it_goes_on_to_the_same_numbers(unbroken, tmp_path):
-    """A real SIGKILL in pretraining, between cells, and in the middle of learning; then the end."""
+    """A real SIGKILL in pretraining, in the trials, between cells, and in the middle of learning; then the end."""
     out = tmp_path / "killed"
     learning = out / CELLS / "fedl2p-ift-seed3" / "rounds.jsonl"
     moments = [
         (out / PRETRAINED).exists,
+        lambda: len(list((out / CELLS / "trials-seed3").glob("*.safetensors"))) >= 2,
         (out / CELLS / "ft-i-best-seed3.json").exists,
         lambda: learning.exists() and len(learning.read_text().splitlines()) >= 3,
     ]
@@ -126,13 +127,17 @@ def test_ctrl_c_twice_does_not_hang(tmp_path, gap):
 def test_the_folder(unbroken):
     out, said = unbroken
     table, _, seeds = (out / "table.md").read_text().partition("\n\n")
-    assert table in said and seeds.endswith("one seed, 3, so no ±.\n") and "FT (BN I), best rate" in table
+    assert table in said and seeds.endswith("one seed, 3, so no ±.\n")
+    labels = ["no fine-tuning", "FT (BN C), best rate", "FT (BN G), best rate", "FT (BN I), best rate", "L2P", "FedL2P (paper)", "FedL2P (ours)"]
+    assert [line.split("|")[1].strip() for line in table.splitlines()[2:]] == labels
     records = [json.loads(line) for line in (out / "clients.jsonl").read_text().splitlines()]
     assert list(dict.fromkeys(r["method"] for r in records)) == PLAIN + LEARNED
     assert all(0 <= r["right"] <= r["n"] and r["seed"] == 3 for r in records)
     assert all(len(r["beta"]) == 3 and len(r["eta"]) == 11 for r in records if r["method"] in LEARNED)
-    assert {r["lr"] for r in records if r["method"] in ("ft-c", "ft-g", "ft-i")} == {0.01}
+    assert {r["lr"] for r in records if r["method"] == "none"} == {0.01}
     assert {r["lr"] for r in records if r["method"].endswith("-best")} <= set(GRID)
+    differences = (out / "differences.md").read_text()
+    assert differences.startswith("| less FT (BN C), best rate | seen clients | unseen clients |") and all(f"| {name} |" in differences for name in labels if "BN C" not in name)
     for name in ("accuracy", "learning", "strategies"):
         assert (out / f"{name}.png").read_bytes()[1:4] == b"PNG"
     assert json.loads((out / "versions.json").read_text())["torch"] == version("torch")
@@ -151,6 +156,16 @@ def test_the_folder_is_one_of_cells(unbroken):
     for method in PLAIN + LEARNED:
         for pool in ("seen",) if method == "l2p" else ("seen", "unseen"):
             assert by_condition[row._replace(pool=pool)][method] == {3: 100 * shares[method][pool][0]}
+
+
+def test_all_that_choose_share_their_trials(unbroken):
+    """One file for each client, whoever asks: rates of plain fine-tuning and our own policy are chosen by the same losses."""
+    out, _ = unbroken
+    assert len(list((out / CELLS / "trials-seed3").iterdir())) == 5
+    contents = {m: json.loads((out / CELLS / f"{m}-seed3.json").read_text()) for m in PLAIN + LEARNED}
+    assert {m: c["tried"] for m, c in contents.items() if "tried" in c} == {m: 5 for m in [*PLAIN[1:], "fedl2p-ours"]}
+    assert all(contents[m]["chosen"] in GRID for m in PLAIN[1:]) and contents["fedl2p-ours"]["chosen"].keys() == {"looks", "gain", "error"}
+    assert all(contents[m]["settings"]["statistics"] == "precise" for m in ("ft-c-precise-best", "fedl2p-ours"))
 
 
 def test_another_seed_goes_into_the_same_folder(unbroken, capsys):
@@ -222,10 +237,12 @@ def test_demo_without_unseen_clients(tmp_path):
 def test_jobs_of_a_demo():
     """Each seed has the same cells, with clients and a model of its own; no method twice."""
     todo = jobs(Demo(seeds=(3, 5), alpha=0.3, more_estimators=("fomaml", "ift")))
-    assert [(job.cell.seed, job.cell.method) for job in todo] == [(seed, m) for seed in (3, 5) for m in PLAIN + LEARNED]
+    assert [(job.cell.seed, job.cell.method) for job in todo] == [(seed, m) for seed in (3, 5) for m in [*PLAIN, "l2p", "fedl2p-ift", "fedl2p-fomaml", "fedl2p-ours"]]
     assert {job.data_seed for job in todo if job.cell.seed == 5} == {5}
     assert {job.cell.condition for job in todo} == {Condition("digits", 0.3, 5, "fedavg")}
-    assert {job.cell.method: job.config.estimator for job in todo if job.cell.method.startswith("fedl2p-")} == {
-        "fedl2p-start": "ift", "fedl2p-ift": "ift", "fedl2p-ift-mean": "ift", "fedl2p-fomaml": "fomaml", "fedl2p-fomaml-mean": "fomaml"}
+    assert {job.cell.method: (job.config.start, job.config.estimator) for job in todo if job.cell.method.startswith("fedl2p-")} == {
+        "fedl2p-ift": ("constant", "ift"), "fedl2p-fomaml": ("constant", "fomaml"), "fedl2p-ours": ("trials", "unrolled")}
     only = jobs(Demo(Config.paper(estimator="unrolled"), seeds=(0,), more_estimators=()))
-    assert [job.cell.method for job in only][-2:] == ["fedl2p-unrolled", "fedl2p-unrolled-mean"]
+    assert [job.cell.method for job in only] == [*PLAIN, "l2p", "fedl2p-unrolled", "fedl2p-ours"]
+    with pytest.raises(ValueError, match=r"^start must be left out \(the demo has both recipes\), got 'trials'"):
+        Demo(Config())

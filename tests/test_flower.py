@@ -25,6 +25,7 @@ from fedl2p.learner import FedL2P
 from fedl2p.metanet import signature
 from fedl2p.pretraining import Recipe, pretrain
 from fedl2p.runner import Failure, Outcome, Runner, Task, attempt, quiet
+from fedl2p.trials import KEPT, choose_client, kept_file, run_trials
 
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")  # Flower reads it when it is imported
 pytest.importorskip("flwr", reason='the extra "flower" is not installed')
@@ -38,6 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the lowest validation loss was t
 ROOT = Path(__file__).resolve().parent.parent
 PRETRAINING = Recipe(rounds=2, fraction=0.5)
 QUICK = Config.paper(lr=0.05, epochs=1, rounds=3, fraction=1.0, meta_steps=1)
+TRIALS = Config(epochs=1, splits=1, choosing_rounds=3)
 
 
 @lru_cache
@@ -104,6 +106,7 @@ def scenarios(folder, grid):
     done = {"names": [c.id for c in clients], "learner": fit(nodes, clients)}
     done["scores"] = done["learner"].score(clients, runner)
     done["traffic"] = list(nodes.traffic)
+    done["trials"] = fit(nodes, clients, replace(TRIALS, rounds=1))
     done["model"] = pretrain(network(), clients, PRETRAINING, runner)
     with pytest.raises(KeyboardInterrupt):
         fit(nodes, clients, folder=folder, progress=stop_after(2))
@@ -138,6 +141,13 @@ def test_a_simulation_equals_the_loop_in_process(simulated):
         assert (a.id, a.domain, a.score) == (b.id, b.domain, b.score)
         assert torch.equal(a.strategy.beta, b.strategy.beta) and torch.equal(a.strategy.eta, b.strategy.eta)
     assert same(simulated["model"].state_dict(), pretrain(network(), clients, PRETRAINING, Runner(0)).state_dict())
+
+
+def test_trials_in_a_simulation_equal_the_loop_in_process(simulated):
+    """Trials, choosing, and a round of hypergradients."""
+    here, there = fit(None, seen(), replace(TRIALS, rounds=1)), simulated["trials"]
+    assert same(there.last, here.last) and same(there.metanets.state_dict(), here.metanets.state_dict())
+    assert there.history == lean(here.history, "beta", "eta") and there.chosen == here.chosen
 
 
 def test_the_model_is_sent_once(simulated):
@@ -401,10 +411,10 @@ HUGE = [1e6 + 1, 10**7, 1e300, 1e308, float("inf"), 10**400]
 ODD = [0, -1, float("nan"), "3", None, True, [3]]
 
 
-@pytest.mark.parametrize("work", ["train", "describe", "learn"])
+@pytest.mark.parametrize("work", ["train", "describe", "try", "choose", "learn"])
 def test_numbers_of_samples_are_bounded(work):
     """`_read` by itself, with records that Flower might not even send."""
-    task, numbers = learning(seen()[:1])[0], {"val_loss": 1.0, "diverging": 0} if work == "learn" else {}
+    task, numbers = learning(seen()[:1])[0], {"learn": {"val_loss": 1.0, "diverging": 0}, "choose": {"size": 1.0, "gain": -0.5}}.get(work, {})
     arrays = ArrayRecord({"w": Array(torch.ones(2).numpy())})
 
     def read(n, **more):
@@ -526,7 +536,7 @@ def test_a_server_that_starts_again_without_a_node_goes_on(here, tmp_path):
 
 def test_only_known_work(here):
     nodes = Nodes(here)
-    names = ", ".join(["train_client", "describe_client", "learn_client", "validate_client", "score_policy"])
+    names = ", ".join(["train_client", "describe_client", "try_client", "choose_client", "learn_client", "validate_client", "score_policy"])
     with pytest.raises(ValueError, match=f"work must be one of {names}, got <function load "):
         score_all(load, network(), QUICK, {}, nodes.clients(5), Runner(transport=nodes))
     assert names == ", ".join(work.__name__ for work in WORK.values())
@@ -580,6 +590,53 @@ def test_standardised_inputs_on_nodes(here):
     there = fit(nodes, nodes.clients(5), config)
     assert same(there.last, fit(None, seen(), config).last)
     assert [t["messages"] for t in nodes.traffic][:2] == [5, 5]  # who are you, and what do your data look like
+
+
+class Recording(Here):
+    """A grid that keeps what nodes answer, by the work that they were asked for."""
+
+    def deliver(self, message):
+        reply = super().deliver(message)
+        if "config" in message.content and "work" in message.content["config"]:
+            self.replies.append((message.content["config"]["work"], reply.content))
+        return reply
+
+
+def test_losses_of_trials_stay_on_their_nodes(tmp_path):
+    """What travels is lambda, a number of samples, and of each round how far a client is and what looking gains it."""
+    many = digits_federation(10, 0, size=30).seen
+    grid = Recording(client_app(lambda context: (many[context.node_config["partition-id"]], small_cnn(width=4)), tmp_path), len(many))
+    grid.replies = []
+    nodes = Nodes(grid)
+    there, here = fit(nodes, nodes.clients(10), TRIALS), fit(None, many, TRIALS)
+    assert same(there.metanets.state_dict(), here.metanets.state_dict()) and there.chosen == here.chosen and here.chosen["error"] > 0
+    assert dict.fromkeys(work for work, _ in grid.replies) == dict.fromkeys(["describe", "try", "choose"])
+    sizes = {name: list(t.shape) for name, t in here.metanets.state_dict().items()}
+    for work, content in grid.replies:
+        assert content.keys() == {"arrays", "metrics"}
+        assert content["metrics"].keys() == {"num-examples", *(["size", "gain"] if work == "choose" else [])}
+        shapes = {name: list(array.shape) for name, array in content["arrays"].items()}
+        assert shapes == {"describe": {"mean": sizes["center"], "square": sizes["center"]}, "try": {}, "choose": sizes}[work]
+    files = {p: p.stat().st_mtime_ns for p in (tmp_path / "kept").iterdir()}
+    losses = [load_tensors(p, KEPT)[0]["losses"] for p in files]
+    sent = [torch.from_numpy(array.numpy()) for _, content in grid.replies for array in content["arrays"].values()]
+    assert len(files) == 10 and not any(table.shape == t.shape and torch.allclose(t.to(table), table) for t in sent for table in losses)
+
+    again = Nodes(grid)  # the server starts from nothing: nodes remember, and do not try again
+    assert same(fit(again, again.clients(10), TRIALS).metanets.state_dict(), here.metanets.state_dict())
+    assert files == {p: p.stat().st_mtime_ns for p in (tmp_path / "kept").iterdir()}
+
+
+def test_a_node_that_forgot_its_trials_is_left_out(tmp_path):
+    """It has been asked to choose, and has nothing to choose by; the others go on."""
+    grid = Here(client_app(load, tmp_path))
+    nodes = Nodes(grid)
+    clients, model = nodes.clients(5), mix_bn(network(), verbose=False)
+    run_trials(model, TRIALS, clients, Runner(transport=nodes))
+    kept_file(tmp_path / "kept", model, TRIALS, seen()[0]).unlink()
+    state = FedL2P(network(), TRIALS).metanets.state_dict()
+    outcomes = nodes([Task(choose_client, model, TRIALS, state, client, 1) for client in clients])
+    assert {c.id for c, o in zip(clients, outcomes, strict=True) if o.failure} == {seen()[0].id}
 
 
 def test_noise_is_for_what_is_learned(here):

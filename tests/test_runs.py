@@ -15,17 +15,20 @@ import torch
 from fedl2p.bn import mix_bn
 from fedl2p.checkpoint import fingerprint
 from fedl2p.cli import main
-from fedl2p.client import Config, Result, score_strategies
+from fedl2p.client import Config
 from fedl2p.core import markdown, write_json
 from fedl2p.digits import digits_federation, small_cnn
-from fedl2p.finetune import Score, baselines
-from fedl2p.runner import Outcome, Runner
+from fedl2p.finetune import baselines
+from fedl2p.metanet import signature
+from fedl2p.runner import Runner
+from fedl2p.selector import candidates, strategy_of
 from fedl2p.strategy import GRID
 from fedl2p.studies import runs
 from fedl2p.studies.published import TABLES, Condition
 from fedl2p.studies.runs import (
     LEARNED,
     OUR_METHODS,
+    OURS,
     Cell,
     Machine,
     Run,
@@ -40,6 +43,7 @@ from fedl2p.studies.runs import (
     pretrained,
     run_cell,
     run_study,
+    tried,
 )
 from fedl2p.studies.tables import collect, read_cell, results, study_table
 
@@ -103,8 +107,8 @@ def test_methods_of_ours_run_too(world):
         content = run_cell(job(run))
         assert content["pools"] == ["seen"] and len(content["clients"]) == 2
         assert all(0 <= r["right"] <= r["n"] == 5 for r in content["clients"])
-        assert ("chosen" in content) == method.endswith("-best")
-        assert ("rounds" in content) == (method in LEARNED)  # not with mean inputs, whose rounds are another method's
+        assert ("chosen" in content) == ("tried" in content) == (method.endswith("-best") or method in OURS)
+        assert ("rounds" in content) == (method in LEARNED or method in OURS)  # not with mean inputs, whose rounds are another method's
         if (policy := learned_by(method)) not in ("", "fedl2p-start"):
             assert (job(run).path.with_name(f"{policy}-seed0") / "rounds.jsonl").exists()
 
@@ -281,25 +285,38 @@ run_study(run, progress)
     assert all(first[k] == second[k] for k in ("pools", "rounds", "clients"))
 
 
-@pytest.mark.parametrize(("method", "right", "best"), [
-    ("ft-c", {0.1: (9, 9), 1.0: (8, 8)}, 0.1),
-    ("ft-g", {0.01: (5, 5), 0.0001: (4, 6)}, 0.0001),  # of two that are equal, the smaller one
-    ("ft-i", {1.0: (2, 60), 0.1: (9, 50)}, 1.0),  # right answers count, and not shares of them
+@pytest.mark.parametrize(("method", "kind", "losses", "best"), [
+    ("ft-c", ("all", 1.0), {0.1: (0.25, 0.25), 1.0: (0.5, 0.5)}, 0.1),
+    ("ft-g", ("all", 0.0), {0.01: (0.5, 1.0), 0.0001: (0.75, 0.75)}, 0.01),  # of two that are equal, the larger one
+    ("ft-i", ("batch", 1.0), {1.0: (0.25, 1.5), 0.1: (0.75, 0.75)}, 0.1),  # each client counts once, however sure it is
 ])
-def test_rates_are_chosen_by_validation(method, right, best):
-    """Made-up scores of two clients with 10 and 100 samples."""
+def test_rates_are_chosen_by_trials(method, kind, losses, best):
+    """Made-up losses of two clients; those of all other candidates are lower, and no rate of this method."""
     model = mix_bn(small_cnn(), verbose=False)
+    names, like = signature(model), next(model.parameters())
+    rows = [i for i, c in enumerate(candidates()) if (c.who, c.beta) == kind]
+    assert [candidates()[i].lr for i in rows] == list(GRID)
+    for i in rows:  # what was tried is what will be scored
+        plain, tried = baselines(model, candidates()[i].lr)[method], strategy_of(candidates()[i], names, like)
+        assert plain.bn == tried.bn and torch.equal(plain.beta, tried.beta) and torch.equal(plain.eta, tried.eta)
+    clients = []
+    for k, client in enumerate(digits_federation(5, 0).seen[:2]):
+        own = torch.zeros(len(candidates()))
+        own[rows] = torch.tensor([losses.get(lr, (2.0, 2.0))[k] for lr in GRID])
+        clients.append(replace(client, kept={"losses": own}))
+    assert choose_rate(method, clients) == best
 
-    def made_up_scores(tasks):
-        for i, (task, n) in enumerate(zip(tasks, (10, 100), strict=True)):
-            assert task.work.func is score_strategies and task.work.keywords == {"held_out": False}
-            rates = {name: min(GRID, key=lambda lr, s=s: abs(s.eta - lr).max()) for name, s in task.state.items()}
-            assert sorted(rates.values()) == sorted(GRID)
-            for name, lr in rates.items():
-                strategy = baselines(model, lr)[method]
-                assert task.state[name].bn == strategy.bn and torch.equal(task.state[name].beta, strategy.beta)
-            scores = {name: Score(right.get(lr, (1, 1))[i], 1.0, n) for name, lr in rates.items()}
-            yield Outcome({name: Result("x", "", score, task.state[name]) for name, score in scores.items()})
 
-    clients = digits_federation(5, 0).seen[:2]
-    assert choose_rate(model, method, clients, Config.paper(), Runner(transport=made_up_scores)) == best
+def test_all_seen_clients_try_or_a_draw_of_them(world):
+    """As the setting says; each file is there once, and is not made again."""
+    work = job(one(world, "ft-c-precise-best"))
+    everybody = federation(work.how, work.cell.condition.alpha, work.data_seed).seen
+    model = pretrained(work)
+    some = work._replace(how=replace(work.how, tried=1), out=world / "some")
+    for j, expected in ((work._replace(out=world / "all"), [c.id for c in drawn(everybody, work.how.tried, 0)]), (some, [c.id for c in drawn(everybody, 1, 0)])):
+        ready = tried(j, model, j.config, everybody)
+        assert [c.id for c in ready] == expected and all(c.kept["losses"].shape == (len(candidates()),) for c in ready)
+        files = {p: p.stat().st_mtime_ns for p in (j.path.parent / "trials-seed0").iterdir()}
+        again = tried(j, model, j.config, everybody)
+        assert len(files) == len(expected) and files == {p: p.stat().st_mtime_ns for p in (j.path.parent / "trials-seed0").iterdir()}
+        assert all(torch.equal(a.kept["losses"], b.kept["losses"]) for a, b in zip(ready, again, strict=True))

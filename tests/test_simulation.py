@@ -27,6 +27,8 @@ TIMED = ("seconds", "pretraining_seconds", "machine")
     ("cifar10c", "cifar10c", "fedl2p-fomaml"),
     ("speech", "speech", "fedl2p-start"),
     ("office", "office", "fedl2p"),
+    ("cifar10", "cifar10", "fedl2p-ours"),
+    ("office", "office", "fedl2p-common"),
 ])
 def test_a_study_on_flower_has_the_same_numbers(study, dataset, method, tmp_path, monkeypatch):
     """From the command line; nodes here are calls, since test_flower.py has a simulation."""
