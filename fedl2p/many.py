@@ -8,7 +8,6 @@ __all__ = ['Engine', 'ENGINES', 'SMALL', 'CHUNK', 'Race', 'start_race', 'run_rac
 # %% ../nbs/library/many.ipynb #6d801b27
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Literal, NamedTuple, get_args
 
 import torch

@@ -42,8 +42,8 @@ def simulate_study(
     timeout: float = 3600.0, # seconds that an answer may take
 ) -> dict[str, str]: # nothing is missing, as in `run_study`
     "Fill in the cells that are missing, each with a simulation: the same scores as by `run_study`."
-    for method in run.methods:
-        require_choice("methods", method, {**LEARNED, **OURS})  # baselines, and what needs everybody's inputs in one place, are not
+    for method in run.methods:  # not baselines, nor what needs everybody's inputs in one place
+        require_choice("methods", method, {**LEARNED, **OURS})
     require(not run.machine.amp, "amp", "False on Flower", run.machine.amp)
     require(not run.machine.compile, "compile", "False on Flower", run.machine.compile)
     on_gpu = pick_device(run.machine.device).startswith("cuda")
