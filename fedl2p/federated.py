@@ -7,7 +7,7 @@ __all__ = ['MAX_WEIGHT', 'EMPTY_ROUNDS', 'average', 'sample', 'Update', 'Round',
            'fedavg']
 
 # %% ../nbs/08_federated.ipynb #8c462432
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -131,15 +131,17 @@ class FedAdam:
         lr: float, # step
         decay: Mapping[str, float] | None = None, # name of a tensor -> its weight decay, as in AdamW
         moments: State | None = None, # of an earlier run that goes on
+        only: Collection[str] = (), # names of the tensors that move, whatever noise others come with; none is all
     ):
         self.lr, self.decay, self.moments = lr, decay or {}, moments or {"count": torch.tensor(0)}
+        self.only = only
 
     def __call__(self, state: State, mean: State) -> State:
         "The next state."
         count = self.moments["count"] + 1
         after, moments = {**state}, {"count": count}
         for name, t in state.items():
-            if not t.is_floating_point():
+            if not t.is_floating_point() or (self.only and name not in self.only):
                 continue
             slope, zero = t - mean[name], torch.zeros_like(t)
             first = 0.9 * self.moments.get(f"first.{name}", zero) + 0.1 * slope

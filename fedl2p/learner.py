@@ -242,7 +242,8 @@ def _if_it_helps(learner: FedL2P, course: Course, clients: Sequence[Client], run
 def _rounds(learner: FedL2P, course: Course, clients: Sequence[Client], runner: Runner) -> Iterator[Course]:
     "Rounds of hypergradients, each a course further, until they are over or do not help any more."
     model, config, done = learner.model, learner.config, len(course.history)
-    server = FedAdam(config.refining_lr, moments=course.moments) if config.start == "trials" else None
+    offsets = ("beta_offset", "eta_offset")
+    server = FedAdam(config.refining_lr, moments=course.moments, only=offsets) if config.start == "trials" else None
     total = done if course.over or course.tired(config.patience) else config.rounds
     rounds = fedavg(learn_client, model, config, course.now, clients, total, config.fraction, config.seed, runner, done,
                     server)

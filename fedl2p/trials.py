@@ -217,7 +217,7 @@ def _look(
     model: nn.Module, config: Config, state: State, clients: Sequence[Client], runner: Runner
 ) -> State:
     "Rounds that learn what depends on the client, on top of the common scores."
-    server, total = FedAdam(0.05, dict.fromkeys(NETWORK, 1.0)), COMMON_ROUNDS + config.choosing_rounds
+    server, total = FedAdam(0.05, dict.fromkeys(NETWORK, 1.0), only=NETWORK), COMMON_ROUNDS + config.choosing_rounds
     return [*fedavg(choose_client, model, config, state, clients, total, 1.0, config.seed, runner, COMMON_ROUNDS,
                     server)][-1].state
 
@@ -231,7 +231,8 @@ def learn_to_choose(
 ) -> tuple[State, Json]: # the selector, and what looking gained for clients that it had not learned from
     "One strategy for all, and then what depends on the client, if that helps clients whose losses it has not seen."
     clients = sorted(clients, key=lambda c: c.id)  # so that the parts are the same in whatever order they come
-    common = [*fedavg(choose_client, model, config, state, clients, COMMON_ROUNDS, 1.0, config.seed, runner)][-1]
+    common = [*fedavg(choose_client, model, config, state, clients, COMMON_ROUNDS, 1.0, config.seed, runner,
+                      server=lambda state, mean: {**state, "common": mean["common"]})][-1]
     state = {**common.state, "reach": torch.tensor(max(report["size"] for report in common.reports.values()))}
     if not config.looks_at or len(clients) < 2 * FOLDS:
         return state, {"looks": False, "gain": 0.0, "error": 0.0}

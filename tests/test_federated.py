@@ -18,6 +18,7 @@ from fedl2p.federated import (
     EMPTY_ROUNDS,
     MAX_WEIGHT,
     Diverged,
+    FedAdam,
     Round,
     Update,
     average,
@@ -299,3 +300,66 @@ def test_only_clients_of_the_round_are_packed(monkeypatch):
     assert len(packed) == 1 + 2  # the work, and its two clients
     view = torch.zeros(1_000_000)[:3]
     assert len(pack(view)) < 1000  # the rest of a view stays at home
+
+
+# --- the server's Adam ----------------------------------------------------------------------------------------
+
+
+def server_slopes(n=6):
+    numbers = torch.Generator().manual_seed(0)
+    return [{"w": torch.randn(4, generator=numbers), "b": torch.randn(2, generator=numbers)} for _ in range(n)]
+
+
+def test_fedadam_is_adamw_on_what_the_mean_would_change():
+    start = {"w": torch.linspace(-1, 1, 4), "b": torch.ones(2)}
+    expected = {k: t.clone().requires_grad_() for k, t in start.items()}
+    groups = [{"params": [expected["w"]], "weight_decay": 1.0}, {"params": [expected["b"]], "weight_decay": 0.0}]
+    torch_adam = torch.optim.AdamW(groups, lr=0.05, betas=(0.9, 0.99), eps=1e-8)
+    server, state = FedAdam(0.05, {"w": 1.0}), start
+    for slopes in server_slopes():
+        state = server(state, {k: t - slopes[k] for k, t in state.items()})
+        for k, t in expected.items():
+            t.grad = slopes[k].clone()
+        torch_adam.step()
+        assert all(torch.allclose(state[k], t, atol=1e-5) for k, t in expected.items())
+    assert not torch.equal(state["w"], start["w"])
+
+
+def test_fedadam_goes_on_from_its_moments():
+    start, slopes = {"w": torch.zeros(4), "b": torch.zeros(2)}, server_slopes()
+    whole, first = FedAdam(0.1), FedAdam(0.1)
+    state = half = start
+    for i, slope in enumerate(slopes):
+        state = whole(state, {k: t - slope[k] for k, t in state.items()})
+        if i == 3:
+            first = FedAdam(0.1, moments={k: t.clone() for k, t in first.moments.items()})
+        half = first(half, {k: t - slope[k] for k, t in half.items()})
+    assert all(torch.equal(state[k], half[k]) for k in state)
+
+
+def test_fedadam_moves_what_it_is_for():
+    """Adam makes a whole step of the smallest slope: what nobody learns must not walk away with a rounding error, or with noise."""
+    state = {"w": torch.zeros(4), "b": torch.zeros(2), "count": torch.tensor(3)}
+    mean = {"w": torch.ones(4), "b": torch.full((2,), 1e-9), "count": torch.tensor(3)}
+    everything, some = FedAdam(0.1)(state, mean), FedAdam(0.1, only=("w",))(state, mean)
+    assert torch.allclose(everything["w"], torch.full((4,), 0.1)) and everything["b"].min() > 1e-3 and everything["count"] == 3
+    assert torch.equal(some["w"], everything["w"]) and torch.equal(some["b"], state["b"]) and some["count"] == 3
+
+
+def test_a_round_without_answers_is_no_step_of_the_server():
+    calls = []
+
+    def server(state, mean):
+        calls.append(1)
+        return mean
+
+    def work(model, settings, state, client, number):
+        if number == 2:
+            raise ValueError("not now")
+        return Update({"w": state["w"] + 1}, 1.0)
+
+    nothing = Data(torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64))
+    clients = [Client(id, nothing, nothing, nothing) for id in "ab"]
+    with pytest.warns(RuntimeWarning, match="not now"):
+        rounds = list(fedavg(work, None, None, {"w": torch.zeros(1)}, clients, 3, 0.5, runner=Runner(0), server=server))
+    assert [r.state["w"].item() for r in rounds] == [1, 1, 2] and len(calls) == 2

@@ -647,6 +647,16 @@ def test_noise_is_for_what_is_learned(here):
     assert not torch.equal(private["eta_scale"], plain["eta_scale"])
 
 
+def test_noise_stays_where_something_is_learned(here):
+    """Without rounds of refinement there are no offsets, and with too few clients nothing that looks at them: noise must not make any."""
+    nodes = Nodes(here, privacy=Privacy(0.1, 1.0))
+    private, plain = fit(nodes, nodes.clients(5), TRIALS).last, fit(None, seen(), TRIALS).last
+    assert {name for name, t in private.items() if not torch.equal(t, plain[name])} == {"common"}
+    refined = fit(nodes, nodes.clients(5), replace(TRIALS, rounds=1)).last
+    learned = {name for name, t in refined.items() if not torch.equal(t, plain[name])}
+    assert learned == {"common", "beta_offset", "eta_offset"} and torch.equal(refined["last"], plain["last"])
+
+
 def test_two_nodes_with_one_name(here):
     here.contexts[104].node_config["partition-id"] = 0
     with pytest.raises(RuntimeError, match="names of nodes must be different, got 4 for 5 nodes"):

@@ -15,7 +15,19 @@ from fedl2p.digits import digits_federation, small_cnn
 from fedl2p.finetune import evaluate, finetune
 from fedl2p.metanet import MetaNets, signature
 from fedl2p.profile import Profile, describe_labels, profile
-from fedl2p.selector import FAR, LOOKS, SELECTOR, Candidate, Selector, candidates, inputs_of, scores_of, size_of, standardised, strategy_of
+from fedl2p.selector import (
+    FAR,
+    LOOKS,
+    SELECTOR,
+    Candidate,
+    Selector,
+    candidates,
+    inputs_of,
+    scores_of,
+    size_of,
+    standardised,
+    strategy_of,
+)
 from fedl2p.strategy import GRID, bn_c, bn_g, bn_i, bn_only, body_only, head_only
 
 HALF = GRID[::2]

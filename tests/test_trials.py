@@ -22,7 +22,19 @@ from fedl2p.many import judge_race, run_race, start_race
 from fedl2p.metanet import signature
 from fedl2p.runner import Failure, Outcome, Runner, attempt
 from fedl2p.selector import FAR, Selector, candidates, inputs_of, scores_of, strategy_of
-from fedl2p.trials import COMMON_ROUNDS, KEPT, NETWORK, choose_client, keep, kept_file, learn_to_choose, recall, run_trials, trial_losses, try_client
+from fedl2p.trials import (
+    COMMON_ROUNDS,
+    KEPT,
+    NETWORK,
+    choose_client,
+    keep,
+    kept_file,
+    learn_to_choose,
+    recall,
+    run_trials,
+    trial_losses,
+    try_client,
+)
 
 SIZE = 24  # numbers in a sample
 CENTERS = torch.randn(4, SIZE, generator=generator("centers"))
