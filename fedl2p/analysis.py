@@ -57,7 +57,9 @@ def records(
     plain = []
     for r in results:
         right, loss, n = r.score
-        tensors = {"beta": r.strategy.beta, "eta": r.strategy.eta, **(vars(r.profile) if r.profile else {})}
+        tensors = {"beta": r.strategy.beta, "eta": r.strategy.eta}
+        if r.profile:  # without what only the client knows of its labels
+            tensors |= {"xi": r.profile.xi, "feature_stats": r.profile.feature_stats}
         plain.append({
             "method": method, "pool": pool, "client": r.id, "domain": r.domain, "right": right, "n": n,
             "loss": loss if math.isfinite(loss) else None, **{name: t.tolist() for name, t in tensors.items()}, **more,

@@ -18,12 +18,12 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
-from .bn import mix_bn
+from .bn import Mode, mix_bn
 from .checkpoint import fingerprint
 from .client import Config, Result, describe_client, learn_client, score_policy, validate_client
 from fedl2p.core import (
@@ -184,7 +184,9 @@ def client_app(
             result = _do(work, message, home(context), *load(context))
             if work == "validate":
                 return {"metrics": _numbers(result)}
-            strategy = {"beta": result.strategy.beta.tolist(), "eta": result.strategy.eta.tolist()}
+            made = result.strategy
+            strategy = {"beta": made.beta.tolist(), "eta": made.eta.tolist(), "mixes": int(made.bn == "mix"),
+                        "distance": made.distance}
             return {"metrics": MetricRecord({**result.score._asdict(), **strategy})}
 
         return _reply(message, answer)
@@ -356,8 +358,10 @@ def _read_score(task: Task, m: dict[str, Any]) -> Result:
     if not good or not 0 <= m["right"] <= m["n"]:
         strategy = f"beta {beta.tolist()} and eta {eta.tolist()}"
         raise ValueError(f"sent {m['right']} right answers of {m['n']}, {strategy}; that does not fit the model")
-    score = Score(m["right"], float(m["loss"]), m["n"])
-    return Result(task.client.id, task.client.domain, score, Strategy(beta, eta))
+    if m["mixes"] not in (0, 1) or not _is_number(m["distance"]):
+        raise ValueError(f"mixes must be 0 or 1 and distance a number, got {m['mixes']} and {m['distance']}")
+    score, bn = Score(m["right"], float(m["loss"]), m["n"]), cast(Mode, "mix" if m["mixes"] else "batch")
+    return Result(task.client.id, task.client.domain, score, Strategy(beta, eta, bn, float(m["distance"])))
 
 # %% ../nbs/library/flower.ipynb #f93a0577
 class Privacy(NamedTuple):

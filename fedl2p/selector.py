@@ -132,12 +132,13 @@ class Selector(nn.Module):
         hidden: int = 16, # neurons
         seed: int = 0, # seed of the initial weights
         looks_at: Sequence[Look] = ("xi", "features"), # inputs; none is one strategy for all
+        tried: Sequence[Candidate] | None = None, # what to choose from; None is `candidates`
     ):
         super().__init__()
         for look in looks_at:
             require_choice("looks_at", look, LOOKS)
         self.signature, self.hidden, self.looks_at = signature, hidden, tuple(looks_at)
-        self.candidates = candidates(norms=bool(signature.bn_layers))
+        self.candidates = candidates(norms=bool(signature.bn_layers)) if tried is None else tuple(tried)
         n_bn, n_layers, n_tensors = map(len, signature)
         n, n_candidates = n_bn + 2 * n_layers + 2, len(self.candidates)
         first = torch.randn(hidden, n, generator=torch.Generator().manual_seed(seed)) / math.sqrt(n)
@@ -195,7 +196,7 @@ class Selector(nn.Module):
         "Read a selector for `model`, which must have the layers and tensors that the file names."
         tensors, header = load_tensors(path, SELECTOR)
         names = match_signature(path, header, model)
-        selector = cls(names, int(header["hidden"]), looks_at=json.loads(header["looks_at"]))
-        selector.candidates = tuple(Candidate(*c) for c in json.loads(header["candidates"]))
+        tried = [Candidate(*c) for c in json.loads(header["candidates"])]
+        selector = cls(names, int(header["hidden"]), looks_at=json.loads(header["looks_at"]), tried=tried)
         selector.to(tensors["common"].dtype).load_state_dict(tensors)
         return selector.to(device_of(model))

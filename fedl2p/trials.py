@@ -241,6 +241,8 @@ def learn_to_choose(
         others = _look(model, config, state, [c for i, c in enumerate(clients) if i % FOLDS != fold], runner)
         tasks = [Task(choose_client, model, config, others, c, COMMON_ROUNDS + 1) for c in clients[fold::FOLDS]]
         gains += [report["gain"] for report in run_round(others, tasks, 0, runner).reports.values()]
+    if len(gains) < 2:  # too many failed while they judged
+        return state, {"looks": False, "gain": 0.0, "error": 0.0}
     gain, error = statistics.mean(gains), statistics.stdev(gains) / math.sqrt(len(gains))
     found = {"looks": gain > error, "gain": gain, "error": error}
     return (_look(model, config, state, clients, runner) if gain > error else state), found

@@ -139,7 +139,7 @@ def test_a_simulation_equals_the_loop_in_process(simulated):
     assert simulated["learner"].history == lean(here.history, "beta", "eta")
     for a, b in zip(simulated["scores"], here.score(clients, Runner(0)), strict=True):
         assert (a.id, a.domain, a.score) == (b.id, b.domain, b.score)
-        assert torch.equal(a.strategy.beta, b.strategy.beta) and torch.equal(a.strategy.eta, b.strategy.eta)
+        assert torch.equal(a.strategy.beta, b.strategy.beta) and torch.equal(a.strategy.eta, b.strategy.eta) and (a.strategy.bn, a.strategy.distance) == (b.strategy.bn, b.strategy.distance)
     assert same(simulated["model"].state_dict(), pretrain(network(), clients, PRETRAINING, Runner(0)).state_dict())
 
 
@@ -434,7 +434,7 @@ def test_numbers_of_samples_are_bounded(work):
 def test_scores_are_bounded():
     (task,) = learning(seen()[:1])
     layers = signature(task.model)
-    good = {"right": 3, "n": 10, "loss": 0.5, "beta": [0.5] * len(layers.bn_layers), "eta": [0.1] * len(layers.tensors)}
+    good = {"right": 3, "n": 10, "loss": 0.5, "mixes": 1, "distance": 0.0, "beta": [0.5] * len(layers.bn_layers), "eta": [0.1] * len(layers.tensors)}
 
     def read(**more):
         return _read("score", task, {"metrics": {**good, **more}}).score
@@ -446,6 +446,9 @@ def test_scores_are_bounded():
     for right in (-1, 11, 2.5, 3.0, float("nan"), "3", None, True, 10**400):
         with pytest.raises(ValueError, match="right"):
             read(right=right)
+    for odd in ({"mixes": 2}, {"mixes": None}, {"distance": float("nan")}, {"distance": "far"}):
+        with pytest.raises(ValueError, match="^mixes must be 0 or 1 and distance a number"):
+            read(**odd)
     for loss in (float("nan"), "0.5", None, True, [0.5], 10**400):
         with pytest.raises(ValueError, match="^right and n must be whole numbers and loss a number"):
             read(loss=loss)
