@@ -114,7 +114,7 @@ def size_of(
     return (standardised(state, inputs).square().sum() / state["mask"].sum().clamp(min=1)).sqrt()
 
 # %% ../nbs/library/selector.ipynb #a2e3cfee
-FAR = 1.5  # distance, in units of the most distant seen client, from which on a client gets the common strategy
+FAR = 2.0  # distance, in units of the most distant seen client, from which on a client gets the common strategy
 SELECTOR = "fedl2p selector 1"  # the format of a file with a selector
 
 

@@ -164,7 +164,7 @@ def test_all_that_choose_share_their_trials(unbroken):
     assert len(list((out / CELLS / "trials-seed3").iterdir())) == 5
     contents = {m: json.loads((out / CELLS / f"{m}-seed3.json").read_text()) for m in PLAIN + LEARNED}
     assert {m: c["tried"] for m, c in contents.items() if "tried" in c} == {m: 5 for m in [*PLAIN[1:], "fedl2p-ours"]}
-    assert all(contents[m]["chosen"] in GRID for m in PLAIN[1:]) and contents["fedl2p-ours"]["chosen"].keys() == {"looks", "gain", "error"}
+    assert all(contents[m]["chosen"] in GRID for m in PLAIN[1:]) and contents["fedl2p-ours"]["looking"].keys() == {"looks", "gain", "error"}
     assert all(contents[m]["settings"]["statistics"] == "precise" for m in ("ft-c-precise-best", "fedl2p-ours"))
 
 
@@ -228,7 +228,7 @@ def test_an_empty_start_with_other_settings_is_forgotten(tmp_path):
 
 def test_demo_without_unseen_clients(tmp_path):
     config = Config.paper(lr=0.01, epochs=1, rounds=1, fraction=0.4, meta_steps=1)
-    demo = Demo(config, seeds=(0,), clients=5, unseen=0, pretraining_rounds=1, out=tmp_path / "o", workers=0, more_estimators=())
+    demo = Demo(config, seeds=(0,), clients=5, unseen=0, pretraining_rounds=1, out=tmp_path / "o", workers=0)
     table = run_demo(demo)
     assert table.head == ["method", "seen clients"] and table.rows[0][0] == "no fine-tuning"
     assert run_demo(replace(demo, workers=2)) == table
@@ -236,13 +236,13 @@ def test_demo_without_unseen_clients(tmp_path):
 
 def test_jobs_of_a_demo():
     """Each seed has the same cells, with clients and a model of its own; no method twice."""
-    todo = jobs(Demo(seeds=(3, 5), alpha=0.3, more_estimators=("fomaml", "ift")))
-    assert [(job.cell.seed, job.cell.method) for job in todo] == [(seed, m) for seed in (3, 5) for m in [*PLAIN, "l2p", "fedl2p-ift", "fedl2p-fomaml", "fedl2p-ours"]]
+    todo = jobs(Demo(seeds=(3, 5), alpha=0.3, more_methods=("fedl2p-fomaml", "fedl2p-ift")))
+    assert [(job.cell.seed, job.cell.method) for job in todo] == [(seed, m) for seed in (3, 5) for m in [*PLAIN, "l2p", "fedl2p-ift", "fedl2p-ours", "fedl2p-fomaml"]]
     assert {job.data_seed for job in todo if job.cell.seed == 5} == {5}
     assert {job.cell.condition for job in todo} == {Condition("digits", 0.3, 5, "fedavg")}
     assert {job.cell.method: (job.config.start, job.config.estimator) for job in todo if job.cell.method.startswith("fedl2p-")} == {
         "fedl2p-ift": ("constant", "ift"), "fedl2p-fomaml": ("constant", "fomaml"), "fedl2p-ours": ("trials", "unrolled")}
-    only = jobs(Demo(Config.paper(estimator="unrolled"), seeds=(0,), more_estimators=()))
+    only = jobs(Demo(Config.paper(estimator="unrolled"), seeds=(0,)))
     assert [job.cell.method for job in only] == [*PLAIN, "l2p", "fedl2p-unrolled", "fedl2p-ours"]
     with pytest.raises(ValueError, match=r"^start must be left out \(the demo has both recipes\), got 'trials'"):
         Demo(Config())

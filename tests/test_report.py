@@ -29,7 +29,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 def folder(tmp_path_factory):
     out = tmp_path_factory.mktemp("report") / "demo"
     config = Config.paper(lr=0.01, epochs=1, rounds=2, fraction=0.2)
-    run_demo(Demo(config, seeds=(0,), clients=10, unseen=5, pretraining_rounds=3, more_estimators=(), out=out))
+    run_demo(Demo(config, seeds=(0,), clients=10, unseen=5, pretraining_rounds=3, out=out))
     return out
 
 
@@ -88,7 +88,7 @@ def test_a_demo_is_a_folder_of_cells(folder):
 
 
 def test_the_pictures_of_a_demo_are_about_its_own_estimator(tmp_path):
-    """And not about one of `more_estimators`, be it a method of the paper's tables."""
+    """And not about one of `more_methods`, be it a method of the paper's tables."""
     for method, estimator in {"none": "ift", "fedl2p-start": "ift", "fedl2p-fomaml": "fomaml", "fedl2p-ift": "ift"}.items():
         clients = learned() if method.startswith("fedl2p") else plain()
         cell(tmp_path, method, clients, layers=LAYERS, settings={"estimator": estimator})

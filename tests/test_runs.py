@@ -105,7 +105,8 @@ def test_methods_of_ours_run_too(world):
         content = run_cell(job(run))
         assert content["pools"] == ["seen"] and len(content["clients"]) == 2
         assert all(0 <= r["right"] <= r["n"] == 5 for r in content["clients"])
-        assert ("chosen" in content) == ("tried" in content) == (method.endswith("-best") or method in OURS)
+        assert ("chosen" in content) == method.endswith("-best") and ("looking" in content) == (method in OURS)
+        assert ("tried" in content) == (method.endswith("-best") or method in OURS)
         assert ("rounds" in content) == (method in LEARNED or method in OURS)  # not with mean inputs, whose rounds are another method's
         if (policy := learned_by(method)) not in ("", "fedl2p-start"):
             assert (job(run).path.with_name(f"{policy}-seed0") / "rounds.jsonl").exists()
