@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Statistics', 'STATISTICS', 'Augment', 'AUGMENTS', 'loss_on', 'client_buffers', 'precise_statistics', 'batches',
-           'crop_flip', 'batch_of', 'Tuning', 'step_batches', 'step_losses', 'Tuned', 'tunable_eta', 'finetune',
-           'Score', 'evaluate', 'as_module', 'baselines', 'score_client']
+           'crop_flip', 'batch_of', 'Tuning', 'step_batches', 'step_losses', 'Tuned', 'tunable_eta', 'same_masks',
+           'finetune', 'Score', 'evaluate', 'as_module', 'baselines', 'score_client']
 
 # %% ../nbs/05_finetune.ipynb #7e6fe6fa
 import math
@@ -198,7 +198,11 @@ def tunable_eta(
     return strategy.eta[torch.tensor(tunable, device=strategy.eta.device)]
 
 
-def _same_masks(loss: Loss, seed: int, device: torch.device) -> Loss:
+def same_masks(
+    loss: Loss,
+    seed: int, # seed of the masks
+    device: torch.device, # where the loss is computed
+) -> Loss:
     "A loss that draws the same dropout masks each time that it is asked for."
     def repeatable(weights: Weights, hyper: Hyper) -> Tensor:
         with seeded(seed, device):
@@ -226,7 +230,7 @@ def finetune(
     buffers = {**frozen, **client_buffers(model, tuning.statistics)}
     steps = step_losses(model, data, buffers, tuning, generator)
     seed = int(torch.randint(2**62, (), generator=generator))
-    steps = [_same_masks(loss, seed + t, data.x.device) for t, loss in enumerate(steps)]
+    steps = [same_masks(loss, seed + t, data.x.device) for t, loss in enumerate(steps)]
     path = Descent([], {0: weights}, weights, {})
     gathers, precise = strategy.bn == "mix" and (full or strategy.beta.any()), tuning.statistics == "precise"
     if full or (gathers and not precise) or strategy.eta.any():  # otherwise nothing is to be learned or gathered

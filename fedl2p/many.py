@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from .bn import Mode, beta_buffers, bn_mode
 from .core import State, evaluating, require, require_choice, seeded
 from .data import Data, split_batches
-from .finetune import Tuning, client_buffers, loss_on, precise_statistics, step_batches, tunable_eta
+from .finetune import Tuning, client_buffers, loss_on, precise_statistics, same_masks, step_batches, tunable_eta
 from .hypergrad import descend
 from .strategy import Strategy, eta_by_name
 
@@ -86,16 +86,8 @@ def _steps_for_vmap(model: nn.Module, steps: Sequence[tuple[Callable[[], Data], 
 def _steps_alone(model: nn.Module, steps: Sequence[tuple[Callable[[], Data], int]]) -> Callable:
     def walk(weights: State, buffers: State, beta: Tensor, eta: Tensor) -> tuple[State, State]:
         buffers = dict(buffers)
-
-        def seeded_loss(batch: Callable[[], Data], seed: int) -> Callable:
-            def loss(w: State, hyper: State) -> Tensor:
-                with seeded(seed, beta.device):
-                    return loss_on(model, batch, buffers, training=True)(w, hyper)
-
-            return loss
-
+        losses = [same_masks(loss_on(model, batch, buffers, training=True), seed, beta.device) for batch, seed in steps]
         try:
-            losses = [seeded_loss(*step) for step in steps]
             return descend(losses, weights, {"beta": beta, "eta": eta}, full=False).end, buffers
         except FloatingPointError:
             return {k: torch.full_like(t, math.nan) for k, t in weights.items()}, buffers
