@@ -230,6 +230,7 @@ def _start(learner: FedL2P, clients: Sequence[Client], folder: Path | None, runn
 def _if_it_helps(learner: FedL2P, course: Course, clients: Sequence[Client], runner: Runner) -> Course:
     "Offsets are kept if they lower the validation loss of all clients, on average by more than a standard error."
     model, config, number = learner.model, learner.config, len(course.history) + 1
+    clients = sorted(clients, key=lambda c: c.id)  # the same sum to the last bit, in whatever order they come
     tasks = [Task(validate_client, model, config, course.best, client, number) for client in clients]
     reports = run_round(course.best, tasks, number, runner).reports.values()
     gains = torch.tensor([report["start_loss"] - report["val_loss"] for report in reports], dtype=torch.float64)
