@@ -139,7 +139,7 @@ def readme() -> str:
         if re.search(r"^#\|\s*hide", cell.source, re.M):
             continue
         if cell.cell_type == "markdown":
-            parts.append(re.sub(r"\]\((?=images/|[\w/]+\.ipynb\))", "](nbs/", cell.source))
+            parts.append(re.sub(r"\]\((?=images/|[\w/]+\.ipynb\))", "](nbs/", cell.source).replace("](../", "]("))
             continue
         if not re.search(r"^#\|\s*echo:\s*false", cell.source, re.M):
             parts.append(f"```python\n{cell.source}\n```")
@@ -171,7 +171,7 @@ def lost_links(path: Path, text: str) -> list[str]:
     """Links of a page that lead to no file of ours, on Colab or beside it."""
     links = {link: path.parent / link for link in re.findall(r"\]\(([\w./-]+\.\w+)[#)]", text)}
     links |= {link: ROOT / link for link in re.findall(rf"{re.escape(COLAB)}([^)#\s]+)", text)}
-    return [f"{path.relative_to(ROOT)} has a link to {link}, which is not there" for link, file in links.items() if not file.exists()]
+    return [f"{path.relative_to(ROOT).as_posix()} has a link to {link}, which is not there" for link, file in links.items() if not file.exists()]
 
 
 def faults_of(path: Path) -> list[str]:
@@ -197,7 +197,7 @@ def faults() -> list[str]:
     wrong = [fault for path in notebooks() for fault in faults_of(path)]
     for name in sorted({path.stem for path in NBS.glob("*.ipynb")} ^ {*LESSONS, "index"}):
         wrong.append(f"nbs/{name}.ipynb is a file or in ORDER of .ci/notebooks.py, but not both")
-    for path in (ROOT / "README.md", *sorted(NBS.rglob("*.md"))):
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(NBS.rglob("*.md"))):
         wrong += lost_links(path, path.read_text(encoding="utf-8"))
     cells = [c.source for path in notebooks() for c in read_nb(path).cells]
     modules = {m[1] for source in cells for m in re.finditer(r"^#\|\s*default_exp\s+(\S+)", source, re.M)}

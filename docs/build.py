@@ -37,7 +37,7 @@ def page(path: Path) -> str:
             source = re.sub(r"^#\|.*\n?", "", source, flags=re.M)
         else:
             source = re.sub(r"\[!\[Open in Colab\]\([^)]*\)\]\(([^)]*)\)", r"[Open in Colab](\1)", source)
-            source = re.sub(r"\]\(\.\./flower/README\.md\)", "](../flower.md)", source)
+            source = re.sub(r"\]\(\.\./flower/README\.md\)", "](../flower.md)", source).replace("](../docs/", "](")
         cells.append({**cell, "source": source})
     nb["metadata"]["language_info"] = {"name": "python", "pygments_lexer": "ipython3"}
     return json.dumps({**nb, "cells": cells})
@@ -119,7 +119,8 @@ def gather() -> None:
         for name in names:
             (SOURCE / name).parent.mkdir(parents=True, exist_ok=True)
             (SOURCE / name).write_text(page(NBS / name), encoding="utf-8")
-        trees.append(toctree(caption, [name.with_suffix("").as_posix() for name in names]))
+        first = ["results"] if caption == "Results" else []
+        trees.append(toctree(caption, first + [name.with_suffix("").as_posix() for name in names]))
     modules = [p for p in sorted(LIB.rglob("*.py")) if p.name not in ("__init__.py", "_modidx.py")]
     (SOURCE / "api").mkdir()
     for path in modules:
@@ -129,7 +130,9 @@ def gather() -> None:
     trees += [toctree("Reference", names), toctree("More", ["flower", "changelog"])]
     about = (NBS / "flower" / "README.md").read_text(encoding="utf-8")
     (SOURCE / "flower.md").write_text(about.replace("](../library/", "](library/"), encoding="utf-8")
-    shutil.copy(HERE / "changelog.md", SOURCE / "changelog.md")
+    for name in ("results", "changelog"):
+        said = (HERE / f"{name}.md").read_text(encoding="utf-8")
+        (SOURCE / f"{name}.md").write_text(said.replace("](../nbs/", "]("), encoding="utf-8")
     index = json.loads(page(NBS / "index.ipynb"))
     index["cells"].append({"cell_type": "markdown", "id": "contents", "metadata": {}, "source": "\n".join(trees)})
     (SOURCE / "index.ipynb").write_text(json.dumps(index), encoding="utf-8")

@@ -107,8 +107,8 @@ def test_version_and_typing():
 
 @pytest.fixture
 def clone(tmp_path):
-    for name in ("nbs", "fedl2p", ".ci"):
-        shutil.copytree(ROOT / name, tmp_path / name)
+    for name in ("nbs", "fedl2p", ".ci", "docs"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("_build"))
     for name in ("settings.ini", "README.md"):
         shutil.copy(ROOT / name, tmp_path)
     return tmp_path
