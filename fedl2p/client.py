@@ -41,6 +41,7 @@ from fedl2p.finetune import (
 from .hypergrad import HVP, Hyper, NeumannDiverges, fomaml, ift, unrolled
 from .metanet import Inputs, MetaNets
 from .profile import Profile, describe_labels, profile
+from .robust import Mean
 from .runner import Runner, Task
 from .selector import LOOKS, Look, Selector, inputs_of
 from .strategy import Strategy
@@ -93,6 +94,7 @@ class Config:
     looks_at: tuple[Look, ...] = ("xi", "features") # trials: inputs of the selector; none is one strategy for all
     choosing_rounds: int = 60 # trials: rounds of averaging in which the selector learns, without any fine-tuning
     refining_lr: float = 0.1 # trials: step of the server's Adam when hypergradients refine each layer
+    mean: Mean = "mean" # of what clients send in rounds of hypergradients; median and trimmed bear with some liars
     seed: int = 0 # seed of everything random (an experiment has seeds of its own)
 
     def __post_init__(self):

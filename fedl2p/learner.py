@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, NotRequired, TypedDict
 
@@ -49,6 +50,7 @@ from .data import Client, Data, check
 from .federated import FedAdam, Round, fedavg, run_round, sample
 from .finetune import as_module, finetune
 from .metanet import POLICY, MetaNets
+from .robust import robust_mean
 from .runner import Runner, Task, bar
 from .selector import SELECTOR, Selector
 from .strategy import Strategy
@@ -282,8 +284,9 @@ def _rounds(learner: FedL2P, course: Course, clients: Sequence[Client], runner: 
     offsets = ("beta_offset", "eta_offset")
     server = FedAdam(config.refining_lr, moments=course.moments, only=offsets) if config.start == "trials" else None
     total = done if course.over or course.tired(config.patience) else config.rounds
+    mean = None if config.mean == "mean" else partial(robust_mean, mean=config.mean)
     rounds = fedavg(learn_client, model, config, course.now, clients, total, config.fraction, config.seed, runner, done,
-                    server)
+                    server, mean)
     title = f"learning to personalize ({config.estimator})"
     for r in runner.progress(rounds, title, total, done) if done < total else ():
         course = course.after(r, config.keep)._replace(moments=server.moments if server else {})

@@ -115,7 +115,7 @@ def cases(
             if cell := read_cell(path):
                 groups.setdefault(f"{label(condition_of(cell))}, scale {cell['scale']}", []).append(cell)
         except (ValueError, OSError) as error:
-            left_out.append(f"{path} is left out: {error}")
+            left_out.append(f"left out: {error}")
     for text in left_out:
         warn(text)
     if not groups and left_out:

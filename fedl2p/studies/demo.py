@@ -19,6 +19,7 @@ from ..client import Config, Estimator
 from fedl2p.core import (
     Json,
     Table,
+    check_fields,
     claimed,
     load_or_make,
     markdown,
@@ -55,6 +56,7 @@ class Demo:
     device: str = "cpu" # cpu, cuda, mps, or auto for the best there is; these networks are so small that cpu is fastest
 
     def __post_init__(self):
+        check_fields(self)
         check_seeds(self.seeds)
         kinds = len(SHIFTS)
         good = self.clients >= kinds and self.clients % kinds == 0

@@ -9,6 +9,7 @@ __all__ = ['fetch', 'read_checked', 'load_npy', 'read_npz', 'write_npz', 'read_l
 # %% ../../nbs/studies/files.ipynb #652bb779
 import hashlib
 import re
+import tokenize
 import wave
 import zipfile
 import zlib
@@ -63,7 +64,8 @@ def read_checked(
 _NPZ_BYTES = 16 << 30  # all arrays of a file together; and a hundred times the file, unless they have 100 MB at most
 
 # What numpy may raise for a damaged file.
-_DAMAGE = (ValueError, OSError, EOFError, TypeError, AttributeError, RuntimeError, zipfile.BadZipFile, zlib.error)
+_DAMAGE = (ValueError, OSError, EOFError, TypeError, AttributeError, RuntimeError, SyntaxError, OverflowError, MemoryError,
+           tokenize.TokenError, zipfile.BadZipFile, zlib.error)
 
 
 def load_npy(

@@ -38,6 +38,7 @@ from fedl2p.client import (
 from ..clusters import mean_strategy
 from fedl2p.core import (
     Json,
+    check_fields,
     check_type,
     claimed,
     device_of,
@@ -538,6 +539,8 @@ class Run:
     machine: Machine = field(default_factory=Machine)
 
     def __post_init__(self):
+        check_fields(self)
+        check_fields(self.machine)
         check_seeds(self.seeds)
         device, machine = pick_device(self.machine.device), self.machine  # says which devices are there
         if machine.amp:  # half precision is slow elsewhere, and does not reach other processes
