@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
 from .bn import bn_mode
-from .core import Json, State, device_of, evaluating, generator, require, require_choice, warn
+from .core import Json, State, check_fields, device_of, evaluating, generator, require, require_choice, warn
 from .data import Client, Data, Samples, check
 from .federated import Update
 from fedl2p.finetune import (
@@ -41,6 +41,7 @@ from fedl2p.finetune import (
 from .hypergrad import HVP, Hyper, NeumannDiverges, fomaml, ift, unrolled
 from .metanet import Inputs, MetaNets
 from .profile import Profile, describe_labels, profile
+from .robust import Mean
 from .runner import Runner, Task
 from .selector import LOOKS, Look, Selector, inputs_of
 from .strategy import Strategy
@@ -93,11 +94,13 @@ class Config:
     looks_at: tuple[Look, ...] = ("xi", "features") # trials: inputs of the selector; none is one strategy for all
     choosing_rounds: int = 60 # trials: rounds of averaging in which the selector learns, without any fine-tuning
     refining_lr: float = 0.1 # trials: step of the server's Adam when hypergradients refine each layer
+    mean: Mean = "mean" # of what clients send in rounds of hypergradients; median and trimmed bear with some liars
     seed: int = 0 # seed of everything random (an experiment has seeds of its own)
 
     def __post_init__(self):
         for name in ("fill", "looks_at"):  # from a file they come as lists
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+            if isinstance(value := getattr(self, name), list):
+                object.__setattr__(self, name, tuple(value))
         _check(self)
 
     @classmethod
@@ -115,11 +118,16 @@ class Config:
         return Tuning(self.epochs, self.batch_size, self.statistics, self.augment, self.fill, self.personalize_on)
 
 # %% ../nbs/10_client.ipynb #360b50aa
+_MOST = { # beyond what anybody could wait for, or what memory holds
+    "epochs": 1e5, "batch_size": 1e6, "rounds": 1e6, "meta_steps": 1e5, "patience": 1e9, "neumann_terms": 1e4,
+    "last": 1e7, "hidden": 4096, "splits": 1e3, "choosing_rounds": 1e6, "seed": 2**32 - 1,
+}
+
+
 def _check(config: Config) -> None:
     "Refuse settings that cannot be meant."
-    for name, hint in get_type_hints(Config).items():
-        if get_origin(hint) is Literal:
-            require_choice(name, getattr(config, name), get_args(hint))
+    check_fields(config, _MOST)
+    require(config.seed >= 0, "seed", ">= 0", config.seed)
     for name in ("epochs", "batch_size", "meta_steps", "patience", "hidden", "splits", "choosing_rounds"):
         require(getattr(config, name) >= 1, name, ">= 1", getattr(config, name))
     least = 0 if config.start == "trials" else 1  # trials are a policy by themselves
@@ -422,6 +430,8 @@ def score_all(
     title: str = "scoring clients", # title of the progress
 ) -> list: # what the work returned, for those that did not fail
     "Let clients work in parallel; those that fail are left out with a warning."
+    ids = [client.id for client in clients]
+    require(len({*ids}) == len(ids), "ids of clients", "all different", ids)
     values, tasks = [], [Task(work, model, config, state, client) for client in clients]
     outcomes = runner.progress(runner.run_all(tasks), title, len(tasks), 0)
     for client, outcome in zip(clients, outcomes, strict=True):

@@ -106,9 +106,10 @@ def run_round(
     tasks: Sequence[Task], # one for each client of the round
     number: int, # number of the round
     runner: Runner, # who does the clients' work
+    mean: Callable[[State, Mapping[str, Update]], State] | None = None, # of updates by id; None is `average`
 ) -> Round:
     "Let the clients of a round work, and average what they send."
-    reports, failed, kept = {}, {}, {}
+    reports, failed, kept, updates = {}, {}, {}, dict[str, Update]()
 
     def usable() -> Iterator[tuple[State, float]]:
         for task, outcome in zip(tasks, runner.run_all(tasks), strict=True):
@@ -118,9 +119,12 @@ def run_round(
                 warn(f"round {number}: client {id!r} is left out: {failure.reason}")
             else:
                 reports[id], kept[id] = outcome.value.report, outcome.value.kept
+                if mean is not None:
+                    updates[id] = outcome.value  # all of them at once in memory
                 yield outcome.value.state, float(outcome.value.weight)
 
-    return Round(number, average(usable()) or state, reports, failed, kept)
+    after = average(usable()) if mean is None else mean(state, updates) if [*usable()] else {}
+    return Round(number, after or state, reports, failed, kept)
 
 # %% ../nbs/09_federated.ipynb #fedadam1
 class FedAdam:
@@ -172,6 +176,7 @@ def fedavg(
     runner: Runner = Runner(),  # noqa: B008, frozen; who does the clients' work
     done: int = 0, # rounds that are over, when a run goes on
     server: Callable[[State, State], State] | None = None, # from state and mean to the next state; None is the mean
+    mean: Callable[[State, Mapping[str, Update]], State] | None = None, # of updates by id; None is `average`
 ) -> Iterator[Round]: # after each round
     "Federated averaging."
     by_id = {client.id: client for client in clients}
@@ -180,7 +185,7 @@ def fedavg(
     for number in range(done + 1, rounds + 1):
         ids = sample(by_id, fraction, seed, number)
         tasks = [Task(work, model, settings, state, by_id[id], number) for id in ids]
-        r = run_round(state, tasks, number, runner)
+        r = run_round(state, tasks, number, runner, mean)
         empty = 0 if r.reports else empty + 1
         if empty and (len(ids) == len(by_id) or empty == EMPTY_ROUNDS):
             kind = Diverged if all(f.kind == "diverged" for f in r.failed.values()) else RuntimeError

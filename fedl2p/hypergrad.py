@@ -90,9 +90,11 @@ def _slopes(loss: Loss, weights: Weights, hyper: Hyper, wanted: Sequence[str], n
     leaves = {k: weights[k].detach().requires_grad_() for k in wanted}
     with torch.set_grad_enabled(bool(leaves)):
         value = _value(loss, {**weights, **leaves}, hyper, name)
-    if leaves and value.requires_grad:
-        return _derive([value], leaves, {})[0]
-    return {k: torch.zeros_like(t) for k, t in leaves.items()}
+    if not leaves:
+        return {}
+    if not value.requires_grad:
+        raise ValueError(f"the {name} does not depend on {', '.join(leaves)}; does the model detach its output?")
+    return _derive([value], leaves, {})[0]
 
 
 class Descent(NamedTuple):

@@ -8,10 +8,12 @@ __all__ = ['FedL2P', 'Course']
 # %% ../nbs/11_learner.ipynb #564b75dd
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NotRequired, TypedDict
 
 import torch
 from torch import nn
@@ -32,11 +34,23 @@ from fedl2p.client import (
     upgraded,
     validate_client,
 )
-from .core import Json, State, device_of, generator, load_tensors, require_full_precision, warn, write_file
+from fedl2p.core import (
+    Json,
+    State,
+    claimed,
+    device_of,
+    generator,
+    header_entry,
+    load_tensors,
+    require_full_precision,
+    warn,
+    write_file,
+)
 from .data import Client, Data, check
 from .federated import FedAdam, Round, fedavg, run_round, sample
 from .finetune import as_module, finetune
 from .metanet import POLICY, MetaNets
+from .robust import robust_mean
 from .runner import Runner, Task, bar
 from .selector import SELECTOR, Selector
 from .strategy import Strategy
@@ -65,7 +79,8 @@ class FedL2P:
         runner: Runner = Runner(progress=bar),  # noqa: B008, frozen; who does the clients' work
     ) -> "FedL2P": # itself, with the best meta-nets
         "Learn the meta-nets from their start (Algorithm 1), or from where the folder has them."
-        _fit(self, clients, None if folder is None else Path(folder), runner)
+        with claimed(Path(folder)) if folder is not None else nullcontext():
+            _fit(self, clients, None if folder is None else Path(folder), runner)
         return self
 
     def strategy(
@@ -109,8 +124,13 @@ class FedL2P:
     ) -> "FedL2P":
         "A policy from a file; if the model's weights are not those that it was learned for, it warns."
         _, header = load_tensors(path, POLICY, SELECTOR)
-        known, stored = {field.name for field in fields(Config)}, json.loads(header.get("config", "{}"))
-        policy = cls(model, Config(**{name: value for name, value in upgraded(stored).items() if name in known}))
+        stored = header_entry(path, {"config": "{}"} | header, "config", dict)
+        known = {field.name for field in fields(Config)}
+        try:
+            config = Config(**{name: value for name, value in upgraded(stored).items() if name in known})
+        except ValueError as error:
+            raise ValueError(f"{path} has a configuration that cannot be used: {error}") from error
+        policy = cls(model, config)
         policy.metanets = (Selector if header["format"] == SELECTOR else MetaNets).load(path, policy.model)
         if header.get("model", fingerprint(policy.model)) != fingerprint(policy.model):
             warn(f"{path} was learned for other weights of this model; its strategies may not fit")
@@ -183,14 +203,33 @@ def _keep(folder: Path | None, settings: Json, course: Course) -> None:
     write_file(folder / "rounds.jsonl", "".join(json.dumps(line) + "\n" for line in course.history).encode())
 
 
-def _restore(folder: Path | None, settings: Json, device: torch.device) -> Course | None:
+class _Line(TypedDict):
+    "A round, as a file has it."
+
+    round: int
+    val_loss: float | None
+    start_loss: NotRequired[float]
+    final: NotRequired[bool]
+
+
+class _Info(TypedDict):
+    "What a checkpoint holds besides tensors."
+
+    rounds: list[_Line]
+    chosen: NotRequired[dict]
+
+
+def _restore(folder: Path | None, settings: Json, device: torch.device, like: State) -> Course | None:
     "The course in a folder, if there is one."
     path = None if folder is None else folder / "checkpoint.safetensors"
-    if (checkpoint := load_checkpoint(path, settings, upgraded)) is None:
+    if (checkpoint := load_checkpoint(path, settings, upgraded, _Info)) is None:
         return None
     tensors, info = checkpoint
     now, best, moments = ({name.removeprefix(k): t.to(device) for name, t in tensors.items() if name.startswith(k)}
                           for k in ("now.", "best.", "moments."))
+    shapes = {name: t.shape for name, t in like.items()}
+    if any({name: t.shape for name, t in state.items()} != shapes for state in (now, best)):
+        raise ValueError(f"{path} holds other tensors than lambda has; delete the file to start from the beginning")
     return Course(now, best, info["rounds"], moments, info.get("chosen", {}))
 
 
@@ -246,8 +285,9 @@ def _rounds(learner: FedL2P, course: Course, clients: Sequence[Client], runner: 
     offsets = ("beta_offset", "eta_offset")
     server = FedAdam(config.refining_lr, moments=course.moments, only=offsets) if config.start == "trials" else None
     total = done if course.over or course.tired(config.patience) else config.rounds
+    mean = None if config.mean == "mean" else partial(robust_mean, mean=config.mean)
     rounds = fedavg(learn_client, model, config, course.now, clients, total, config.fraction, config.seed, runner, done,
-                    server)
+                    server, mean)
     title = f"learning to personalize ({config.estimator})"
     for r in runner.progress(rounds, title, total, done) if done < total else ():
         course = course.after(r, config.keep)._replace(moments=server.moments if server else {})
@@ -262,11 +302,9 @@ def _rounds(learner: FedL2P, course: Course, clients: Sequence[Client], runner: 
 def _fit(learner: FedL2P, clients: Sequence[Client], folder: Path | None, runner: Runner) -> None:
     "What `FedL2P.fit` does."
     model, config = learner.model, learner.config
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
     who = fingerprint(model, untrained(model, config), *sorted(clients, key=lambda c: c.id))
     settings = {**asdict(config), "model and clients": who}
-    course = _restore(folder, settings, device_of(model))
+    course = _restore(folder, settings, device_of(model), untrained(model, config).state_dict())
     learner.metanets = untrained(model, config, course.now if course else None)  # a second call starts anew
     if course is None:
         state, chosen = _start(learner, clients, folder, runner)

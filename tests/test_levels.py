@@ -14,7 +14,7 @@ LEVELS = [
     "profile digits",
     "strategy metanet selector",
     "finetune many",
-    "runner checkpoint federated",
+    "runner checkpoint federated robust",
     "pretraining client",
     "trials learner",
     "analysis clusters cost",
