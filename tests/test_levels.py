@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "fedl2p"
 LEVELS = [
     "core",
     "bn data convolution hypergrad measure",
-    "profile digits",
+    "loaders profile digits",
     "strategy metanet selector",
     "finetune many",
     "runner checkpoint federated",
