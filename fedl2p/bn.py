@@ -9,7 +9,7 @@ __all__ = ['Mode', 'MODES', 'batch_statistics', 'normalize', 'mix', 'MixBatchNor
 # %% ../nbs/00_bn.ipynb #a7023b72
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
+from copy import copy, deepcopy
 from typing import Literal, cast, get_args
 
 import torch
@@ -105,6 +105,7 @@ class MixBatchNorm(nn.Module):
     running_var: Tensor
     num_batches_tracked: Tensor
     beta: Tensor
+    plain: tuple[_BatchNorm, ...] = () # the layer that it stands for, without its tensors, see `fedl2p.shipping`
 
     def __init__(
         self,
@@ -204,6 +205,9 @@ def _mixing(layer: _BatchNorm, name: str) -> MixBatchNorm:
     new.weight, new.bias = layer.weight, layer.bias
     new.pretrained_mean, new.pretrained_var = cast(Tensor, layer.running_mean), cast(Tensor, layer.running_var)
     new._modules.update(layer._modules)
+    shell = copy(layer)
+    shell._parameters, shell._buffers, shell._modules = {}, {}, {}
+    new.plain = (shell,)  # in a tuple, so that it is no child of the layer
     return new.train(layer.training)
 
 

@@ -6,7 +6,7 @@
 __all__ = ['LazyData', 'as_data', 'ToTensor', 'client_from', 'deal_clients', 'class_names', 'data_from_files', 'images_in',
            'clients_from_folder']
 
-# %% ../nbs/library/loaders.ipynb #420ba049
+# %% ../nbs/library/loaders.ipynb #506ce25a
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import Tensor
 from .core import generator, require, seeded
 from .data import Client, Data, lda_partition, split
 
-# %% ../nbs/library/loaders.ipynb #fd96a058
+# %% ../nbs/library/loaders.ipynb #f5977d3f
 def _tensor(sample: Any, number: int) -> Tensor:
     "One sample as a tensor of floats."
     if isinstance(sample, (np.ndarray, np.generic)):
@@ -85,7 +85,7 @@ class LazyData(Data):
     def __repr__(self) -> str:
         return f"LazyData({len(self)} samples)"
 
-# %% ../nbs/library/loaders.ipynb #3da4a873
+# %% ../nbs/library/loaders.ipynb #f114faee
 _NAMES = {"x": ("x", "image", "images", "img", "data", "pixel_values"),
           "y": ("y", "label", "labels", "target", "targets", "fine_label")}
 
@@ -122,7 +122,7 @@ class _Item:
         sample = self.source[number][self.key]
         return sample if self.transform is None else self.transform(sample)
 
-# %% ../nbs/library/loaders.ipynb #3de987eb
+# %% ../nbs/library/loaders.ipynb #327130a3
 def _labels_of(source: Any, key: str | int) -> Tensor:
     "The labels of a dataset; if it has no list of them, it is read once."
     if isinstance(key, str):  # Hugging Face's: a column
@@ -131,8 +131,7 @@ def _labels_of(source: Any, key: str | int) -> Tensor:
         values = getattr(source, name, None)
         if values is not None and len(values) == len(source):
             return _labels(values)
-    with seeded(0):  # its own transforms may draw
-        return _labels([int(source[i][key]) for i in range(len(source))])
+    return _labels([int(source[i][key]) for i in range(len(source))])
 
 
 def _from_dataset(source: Any, transform: Callable | None, x: str | None, y: str | None) -> LazyData:
@@ -167,7 +166,8 @@ def as_data(
         require(n == len(source[1]), "number of labels", f"{n}, as of samples", len(source[1]))
         data = LazyData(_Item(_Pairs(source[0]), 0, transform), _labels(source[1]))
     elif hasattr(source, "__getitem__") and hasattr(source, "__len__"):
-        data = _from_dataset(source, transform, x, y)
+        with seeded(0):  # its own transforms may draw while labels are read
+            data = _from_dataset(source, transform, x, y)
     else:
         raise ValueError("source must be Data, (x, y), a dict of arrays, a map-style torch Dataset or a Hugging Face "
                          f"dataset, got {type(source).__name__}; of a DataLoader give its dataset, read a stream first")
@@ -184,7 +184,7 @@ class _Pairs:
     def __getitem__(self, number: int) -> tuple[Any]:
         return (self.x[number],)
 
-# %% ../nbs/library/loaders.ipynb #1d796469
+# %% ../nbs/library/loaders.ipynb #ca635b5e
 @dataclass(frozen=True)
 class ToTensor:
     "From an image of Pillow's to a tensor [3, size, size] as a network was pretrained with."
@@ -198,7 +198,7 @@ class ToTensor:
         mean, std = (torch.tensor(v).view(-1, 1, 1) for v in (self.mean, self.std))
         return (torch.from_numpy(array).permute(2, 0, 1) / 255 - mean) / std
 
-# %% ../nbs/library/loaders.ipynb #a37ff5e8
+# %% ../nbs/library/loaders.ipynb #27c15eaa
 def client_from(
     id: str, # its name
     train: Any, # samples, see `as_data`
@@ -239,7 +239,7 @@ def deal_clients(
     return [client_from(f"{domain}-{i}", data[hand], domain=domain, seed=seed, **options)
             for i, hand in enumerate(hands)]
 
-# %% ../nbs/library/loaders.ipynb #1b754d02
+# %% ../nbs/library/loaders.ipynb #091dcc2c
 _FORMATS = {".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".bmp": "BMP", ".webp": "WEBP", ".gif": "GIF"}
 
 
@@ -275,7 +275,7 @@ def _folders(path: str | Path) -> list[Path]:
         raise FileNotFoundError(f"there is no folder {path}")
     return sorted(d for d in Path(path).iterdir() if d.is_dir() and not d.name.startswith("."))
 
-# %% ../nbs/library/loaders.ipynb #0237ff19
+# %% ../nbs/library/loaders.ipynb #f157a594
 def data_from_files(
     paths: Sequence[str | Path], # image files in folders that are called as their class
     classes: Sequence[str], # names of the classes, in the order of the labels

@@ -12,7 +12,7 @@ LEVELS = [
     "core",
     "bn data convolution hypergrad measure",
     "loaders profile digits",
-    "strategy metanet selector",
+    "shipping strategy metanet selector",
     "finetune many",
     "runner checkpoint federated",
     "pretraining client",

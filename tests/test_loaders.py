@@ -144,7 +144,7 @@ def test_a_policy_from_lazy_clients_is_that_of_clients_in_memory(folder):
         model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 16, 3)).eval()
     learned = []
     for lazy in (True, False):
-        clients = clients_from_folder(folder, ToTensor(6), clients_each=3, lazy=lazy)
+        clients = clients_from_folder(folder, ToTensor(6), lazy=lazy)
         clients = pickle.loads(pickle.dumps(clients))  # as they come to another process
         policy = FedL2P(model, Config(epochs=1, splits=1, choosing_rounds=1)).fit(clients, runner=Runner(0))
         learned.append((policy.metanets.state_dict(), [r.score for r in policy.score(clients, Runner(0))]))
