@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .core import require_choice
+from .core import log, require_choice
 
 # %% ../nbs/00_bn.ipynb #7983b515
 def batch_statistics(
@@ -214,7 +214,7 @@ def _mixing(layer: _BatchNorm, name: str) -> MixBatchNorm:
 def mix_bn(
     model: nn.Module, # any model; it is not changed
     beta: float | Sequence[float] | Tensor | None = None, # None is 0 for new mixing layers: predictions stay
-    verbose: bool = True, # print how many layers mix
+    verbose: bool = True, # say how many layers mix, by the logger `fedl2p`
 ) -> nn.Module: # a copy with B mixing layers
     "A copy of `model` whose batch norms mix, with their running statistics frozen as the pretrained ones."
     done, left = {}, set()
@@ -234,7 +234,7 @@ def mix_bn(
     mixed = convert(deepcopy(model), "")
     if verbose:
         stay = f", {len(left)} without running statistics stay" if left else ""
-        print(f"mix_bn: {len(bn_layers(mixed))} batch-norm layers mix{stay}")
+        log(f"mix_bn: {len(bn_layers(mixed))} batch-norm layers mix{stay}")
     return mixed if beta is None else set_beta(mixed, beta)
 
 # %% ../nbs/00_bn.ipynb #7f36c5fa

@@ -6,7 +6,7 @@
 __all__ = ['LazyData', 'as_data', 'ToTensor', 'client_from', 'deal_clients', 'class_names', 'data_from_files', 'images_in',
            'clients_from_folder']
 
-# %% ../nbs/library/loaders.ipynb #506ce25a
+# %% ../nbs/library/loaders.ipynb #18468bfb
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import Tensor
 from .core import generator, require, seeded
 from .data import Client, Data, lda_partition, split
 
-# %% ../nbs/library/loaders.ipynb #f5977d3f
+# %% ../nbs/library/loaders.ipynb #ab2b9468
 def _tensor(sample: Any, number: int) -> Tensor:
     "One sample as a tensor of floats."
     if isinstance(sample, (np.ndarray, np.generic)):
@@ -85,7 +85,7 @@ class LazyData(Data):
     def __repr__(self) -> str:
         return f"LazyData({len(self)} samples)"
 
-# %% ../nbs/library/loaders.ipynb #f114faee
+# %% ../nbs/library/loaders.ipynb #d9d692f2
 _NAMES = {"x": ("x", "image", "images", "img", "data", "pixel_values"),
           "y": ("y", "label", "labels", "target", "targets", "fine_label")}
 
@@ -122,7 +122,7 @@ class _Item:
         sample = self.source[number][self.key]
         return sample if self.transform is None else self.transform(sample)
 
-# %% ../nbs/library/loaders.ipynb #327130a3
+# %% ../nbs/library/loaders.ipynb #54d62bc7
 def _labels_of(source: Any, key: str | int) -> Tensor:
     "The labels of a dataset; if it has no list of them, it is read once."
     if isinstance(key, str):  # Hugging Face's: a column
@@ -184,7 +184,7 @@ class _Pairs:
     def __getitem__(self, number: int) -> tuple[Any]:
         return (self.x[number],)
 
-# %% ../nbs/library/loaders.ipynb #ca635b5e
+# %% ../nbs/library/loaders.ipynb #51e258d0
 @dataclass(frozen=True)
 class ToTensor:
     "From an image of Pillow's to a tensor [3, size, size] as a network was pretrained with."
@@ -198,7 +198,7 @@ class ToTensor:
         mean, std = (torch.tensor(v).view(-1, 1, 1) for v in (self.mean, self.std))
         return (torch.from_numpy(array).permute(2, 0, 1) / 255 - mean) / std
 
-# %% ../nbs/library/loaders.ipynb #27c15eaa
+# %% ../nbs/library/loaders.ipynb #16aaa4c4
 def client_from(
     id: str, # its name
     train: Any, # samples, see `as_data`
@@ -239,7 +239,7 @@ def deal_clients(
     return [client_from(f"{domain}-{i}", data[hand], domain=domain, seed=seed, **options)
             for i, hand in enumerate(hands)]
 
-# %% ../nbs/library/loaders.ipynb #091dcc2c
+# %% ../nbs/library/loaders.ipynb #a17b4f10
 _FORMATS = {".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".bmp": "BMP", ".webp": "WEBP", ".gif": "GIF"}
 
 
@@ -275,7 +275,7 @@ def _folders(path: str | Path) -> list[Path]:
         raise FileNotFoundError(f"there is no folder {path}")
     return sorted(d for d in Path(path).iterdir() if d.is_dir() and not d.name.startswith("."))
 
-# %% ../nbs/library/loaders.ipynb #f157a594
+# %% ../nbs/library/loaders.ipynb #6aad7e4e
 def data_from_files(
     paths: Sequence[str | Path], # image files in folders that are called as their class
     classes: Sequence[str], # names of the classes, in the order of the labels

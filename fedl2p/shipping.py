@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Kind', 'KINDS', 'MODEL', 'fold_bn', 'without_statistics', 'ship']
 
-# %% ../nbs/library/shipping.ipynb #3defa99e
+# %% ../nbs/library/shipping.ipynb #c3a496a5
 import io
 from copy import copy, deepcopy
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from .bn import MixBatchNorm, mix
 from .core import evaluating, require, save_tensors, write_file
 
-# %% ../nbs/library/shipping.ipynb #d3f3bd7a
+# %% ../nbs/library/shipping.ipynb #0ca41454
 def _folded(layer: MixBatchNorm) -> _BatchNorm:
     "One mixing layer as the batch norm that it stands for."
     if not layer.plain:
@@ -54,7 +54,7 @@ def fold_bn(
 
     return convert(deepcopy(model))
 
-# %% ../nbs/library/shipping.ipynb #d293bac9
+# %% ../nbs/library/shipping.ipynb #282d1b8e
 def without_statistics(
     model: nn.Module, # plain; it is not changed
 ) -> nn.Module: # a copy whose batch norms use the statistics of each batch
@@ -66,7 +66,7 @@ def without_statistics(
             layer.track_running_stats = False
     return bare
 
-# %% ../nbs/library/shipping.ipynb #df9ad3e3
+# %% ../nbs/library/shipping.ipynb #56244dfc
 Kind = Literal[".safetensors", ".pt", ".pt2", ".onnx"]
 KINDS = get_args(Kind)
 MODEL = "fedl2p model 1"  # the format of a safetensors file with weights
@@ -81,7 +81,7 @@ def _onnx(model: nn.Module, example: Tensor) -> bytes:
         import onnx  # noqa: F401
         import onnxscript  # noqa: F401
     except ImportError as error:
-        raise ImportError("an .onnx file needs the packages onnx and onnxscript: pip install onnx onnxscript") from error
+        raise ImportError("an .onnx file needs two packages: pip install onnx onnxscript") from error
     written = torch.onnx.export(_program(model, example), input_names=["x"], output_names=["scores"], verbose=False)
     if written is None:
         raise RuntimeError("torch.onnx.export gave no program")
