@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LayerPlan', 'plan_of', 'Explanation']
 
-# %% ../nbs/library/explain.ipynb #92225651
+# %% ../nbs/library/explain.ipynb #5226e2f7
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -15,7 +15,7 @@ from .metanet import Signature
 from .selector import FAR
 from .strategy import Strategy
 
-# %% ../nbs/library/explain.ipynb #bf260204
+# %% ../nbs/library/explain.ipynb #f5bdd208
 class LayerPlan(NamedTuple):
     "What happens to one layer."
 
@@ -45,7 +45,7 @@ def _rate(eta: tuple[float, ...]) -> str:
     low, high = min(eta), max(eta)
     return f"{low:.2g}" if low == high else f"{low:.2g} to {high:.2g}"
 
-# %% ../nbs/library/explain.ipynb #dbae4b4f
+# %% ../nbs/library/explain.ipynb #06420fca
 class Explanation(NamedTuple):
     "What one client will do."
 

@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "fedl2p"
 LEVELS = [
     "core",
-    "bn data convolution hypergrad measure",
+    "bn data convolution hypergrad measure shapes",
     "loaders profile digits",
     "watch shipping strategy metanet selector explain",
     "finetune many",
