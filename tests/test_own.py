@@ -63,7 +63,7 @@ def drawn(tmp_path_factory):
 
 def test_a_policy_is_not_worse_than_the_best_plain_strategy_of_its_own_trials(drawn, tmp_path, capsys):
     model, seen, unseen, root = drawn
-    policy = FedL2P(model, Config(epochs=5, splits=2)).fit(seen, runner=Runner(0, progress=bar))
+    policy = FedL2P(model, Config(epochs=4, splits=2)).fit(seen, runner=Runner(0, progress=bar))
     said = capsys.readouterr().err
     assert "8 clients x" in said and "1 at a time: about" in said and "best plain strategy" in said
     selector = policy.metanets
@@ -137,8 +137,8 @@ def test_compare_takes_any_metric_and_choice_of_rates():
 
 
 def test_rounds_can_be_raised_and_watched(tmp_path):
-    clients, model = blobs(), mlp()
-    settings = {"epochs": 2, "fraction": 0.7, "seed": 3, "estimator": "fomaml", "meta_lr_scale": 1e-2}
+    clients, model = blobs(2), mlp()
+    settings = {"epochs": 1, "fraction": 0.7, "seed": 3, "estimator": "fomaml", "meta_lr_scale": 1e-2}
     for make in (Config.paper, lambda rounds, **more: Config(rounds=rounds, splits=1, choosing_rounds=1, **more)):
         records, folder = [], tmp_path / make.__name__
         whole = FedL2P(model, make(rounds=4, **settings)).fit(clients, runner=HERE)
@@ -181,7 +181,7 @@ def test_constant_predictions_are_told(capsys):
         model[-1].bias.copy_(torch.tensor([1e4, 0.0, 0.0]))  # no rate moves it that far
         model[-1].weight.zero_()
     with pytest.warns(RuntimeWarning, match="predicts class 0 for all of its samples|diverges under the strategy"):
-        FedL2P(model, Config.paper(rounds=1, epochs=1, lr=1e-6)).fit(blobs(), runner=Runner(0, progress=bar))
+        FedL2P(model, Config.paper(rounds=1, epochs=1, lr=1e-6, meta_lr_bn=0.0, meta_lr_lr=0.0, meta_lr_scale=0.0)).fit(blobs(), runner=Runner(0, progress=bar))
     assert "nothing to speak of was learned" in capsys.readouterr().err
 
 
@@ -234,7 +234,7 @@ def test_a_frozen_body_costs_no_backward_pass_and_shows_rate_0():
     frozen = FedL2P(model.requires_grad_(False), QUICK)
     frozen.model[-1].requires_grad_(True)
     costs = [count_flops(lambda p=p: p.personalize(client)) for p in (whole, frozen)]
-    assert costs[1] < 4.5 * forward < costs[0], (costs, forward)  # profile, step and statistics are a pass each, and so is the head's backward
+    assert costs[1] < 2.5 * forward and costs[0] > 4 * forward, (costs, forward)  # the frozen one: a pass for the profile, one for the step
     assert (frozen.strategy(client).eta != 0).tolist()[:-2] == [False] * 6
 
 
