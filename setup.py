@@ -27,6 +27,7 @@ setup(
     extras_require={
         "dev": settings["dev_requirements"].split(),
         "flower": settings["flower_requirements"].split(),
+        "docs": settings["docs_requirements"].split(),
     },
     entry_points={"console_scripts": settings["console_scripts"].split()},
     zip_safe=False,

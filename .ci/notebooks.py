@@ -3,6 +3,7 @@
     python .ci/notebooks.py run nbs/00_bn.ipynb ...   run top to bottom and store the outputs
     python .ci/notebooks.py run-fast nbs/...          the same, but cells marked `#| slow` keep the outputs that they have
     python .ci/notebooks.py sync                      install cells, numbers, badges, links, last lines; README.md and its pictures
+    python .ci/notebooks.py lengths                   words and lines of each lesson, beside the bounds
     python .ci/notebooks.py check                     what neither nbdev nor ruff looks at; exits 1 and names each fault
 """
 
@@ -14,6 +15,7 @@ import time
 from configparser import ConfigParser
 from pathlib import Path
 
+import course
 from execnb.nbio import mk_cell, read_nb, write_nb
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,8 +26,8 @@ SETTINGS = _config["DEFAULT"]
 OWNER, BRANCH = "{user}/{repo}".format(**SETTINGS), SETTINGS["branch"]
 COLAB = f"https://colab.research.google.com/github/{OWNER}/blob/{BRANCH}/"
 # The course in reading order: lesson 7 is nbs/07_hypergrad.ipynb, and its title begins with "07 hypergrad:".
-ORDER = ("bn", "data", "digits", "profile", "strategy", "finetune", "metanet", "hypergrad",
-         "federated", "client", "learner", "trials", "analysis", "clusters")
+ORDER = ("bn", "data", "digits", "profile", "strategy", "finetune", "metanet", "hypergrad", "rates",
+         "federated", "client", "learner", "trials", "clusters")
 LESSONS = [f"{number:02}_{name}" for number, name in enumerate(ORDER)]
 PAGES = ("library", "studies")  # folders of notebooks that have no number
 
@@ -56,6 +58,11 @@ def badge(path: Path) -> str:
 def heading(path: Path) -> str:
     """What the title of a lesson or page begins with; nothing for other notebooks."""
     return f"# {path.stem.replace('_', ' ')}:" if path.stem in LESSONS or path.parent.name in PAGES else ""
+
+
+def lesson(path: Path) -> str:
+    """The name of a lesson without its number; nothing for other notebooks."""
+    return path.stem.partition("_")[2] if path.stem in LESSONS else ""
 
 
 def last_line(path: Path) -> str:
@@ -113,10 +120,15 @@ def sync(path: Path) -> None:
     title.source = re.sub(r"^\[!\[Open in Colab\].*$", lambda _: badge(path), title.source, flags=re.M)
     if heading(path):
         title.source = re.sub(r"^# (\d+ )?\w+:", heading(path), title.source)
+    if name := lesson(path):
+        title.source = re.sub(r"\n\n!\[The method.*", "", title.source)
+        title.source = title.source.replace(badge(path), f"{badge(path)}\n\n![{course.ALT}](images/method-{name}.svg)")
     for cell in nb.cells:
         cell.source = re.sub(r"https://colab\.research\.google\.com/github/[\w.-]+/[\w.-]+/blob/[\w.-]+/(?=nbs)", COLAB, cell.source)
     if line := last_line(path):
         end_with(nb, line)
+    if lesson(path):
+        course.with_solutions(nb)
     write_nb(nb, path)
 
 
@@ -127,7 +139,7 @@ def readme() -> str:
         if re.search(r"^#\|\s*hide", cell.source, re.M):
             continue
         if cell.cell_type == "markdown":
-            parts.append(re.sub(r"\]\((?=images/|[\w/]+\.ipynb\))", "](nbs/", cell.source))
+            parts.append(re.sub(r"\]\((?=images/|[\w/]+\.ipynb\))", "](nbs/", cell.source).replace("](../", "]("))
             continue
         if not re.search(r"^#\|\s*echo:\s*false", cell.source, re.M):
             parts.append(f"```python\n{cell.source}\n```")
@@ -159,7 +171,7 @@ def lost_links(path: Path, text: str) -> list[str]:
     """Links of a page that lead to no file of ours, on Colab or beside it."""
     links = {link: path.parent / link for link in re.findall(r"\]\(([\w./-]+\.\w+)[#)]", text)}
     links |= {link: ROOT / link for link in re.findall(rf"{re.escape(COLAB)}([^)#\s]+)", text)}
-    return [f"{path.relative_to(ROOT)} has a link to {link}, which is not there" for link, file in links.items() if not file.exists()]
+    return [f"{path.relative_to(ROOT).as_posix()} has a link to {link}, which is not there" for link, file in links.items() if not file.exists()]
 
 
 def faults_of(path: Path) -> list[str]:
@@ -174,7 +186,10 @@ def faults_of(path: Path) -> list[str]:
         f"{name} needs a title that begins with '{heading(path)}'" + advice: not text.startswith(heading(path)),
         f"{name} needs a last line: {last_line(path)}" + advice: last_line(path) not in text,
     }
-    return [fault for fault, is_so in wrong.items() if is_so] + lost_links(path, text)
+    found = [fault for fault, is_so in wrong.items() if is_so] + lost_links(path, text)
+    if name_of := lesson(path):
+        found += course.length_faults(name_of, course.lengths(path)) + [f"{name}: {fault}" for fault in course.exercise_faults(nb)]
+    return found
 
 
 def faults() -> list[str]:
@@ -182,7 +197,7 @@ def faults() -> list[str]:
     wrong = [fault for path in notebooks() for fault in faults_of(path)]
     for name in sorted({path.stem for path in NBS.glob("*.ipynb")} ^ {*LESSONS, "index"}):
         wrong.append(f"nbs/{name}.ipynb is a file or in ORDER of .ci/notebooks.py, but not both")
-    for path in (ROOT / "README.md", *sorted(NBS.rglob("*.md"))):
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(NBS.rglob("*.md"))):
         wrong += lost_links(path, path.read_text(encoding="utf-8"))
     cells = [c.source for path in notebooks() for c in read_nb(path).cells]
     modules = {m[1] for source in cells for m in re.finditer(r"^#\|\s*default_exp\s+(\S+)", source, re.M)}
@@ -204,8 +219,10 @@ def main(command: str = "", *names: str) -> None:
         for path in notebooks():
             sync(path)
         (ROOT / "README.md").write_text(readme(), encoding="utf-8")
-        for path, png in figures().items():
-            path.write_bytes(png)
+        for path, picture in (figures() | course.drawings(IMAGES)).items():
+            path.write_bytes(picture)
+    elif command == "lengths" and not names:
+        print(course.length_table([NBS / f"{name}.ipynb" for name in LESSONS]))
     elif command == "check" and not names:
         wrong = faults()
         print(*wrong or [f"{len(notebooks())} notebooks: outputs, titles, links and modules in order"], sep="\n")

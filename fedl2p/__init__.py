@@ -1,5 +1,6 @@
 """FedL2P: federated learning to personalize. Names are imported when first used: `import fedl2p` alone is quick."""
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -27,3 +28,13 @@ else:
 
 def __dir__() -> list[str]:
     return [*__all__, "__version__"]
+
+
+def command() -> int:
+    """The `fedl2p` command. Its imports take seconds, in which somebody may press Ctrl-C."""
+    try:
+        from .cli import main
+    except KeyboardInterrupt:
+        print("\nstopped before it began", file=sys.stderr)
+        return 130
+    return main()

@@ -10,11 +10,12 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from .core import State, load_tensors, save_tensors
+from .core import State, header_entry, load_tensors, require, save_tensors
 from .data import Client
 
 # %% ../nbs/library/checkpoint.ipynb #262b43ed
@@ -63,15 +64,19 @@ def load_checkpoint(
     path: str | Path | None, # file to read; None, or a file that is not there, is a new run
     settings: dict, # settings of this run
     upgraded: Callable[[dict], dict] = dict, # turns the settings of an older file into what they would be today
+    hint: Any = dict, # the type that info must have, see `fedl2p.core.check_type`
 ) -> tuple[State, dict] | None: # tensors and info, or None for a new run
     "Where a run of the same settings stands."
     if path is None or not Path(path).exists():
         return None
     try:
         tensors, header = load_tensors(path, _CHECKPOINT)
+        before, info = header_entry(path, header, "settings", dict), header_entry(path, header, "info", hint)
+        for name, t in tensors.items():
+            require(bool(t.isfinite().all()), f"{path}: {name}", "finite", "values that are not")
     except ValueError as error:
         raise ValueError(f"{error}; delete the file to start from the beginning") from error
-    if changes := changed(upgraded(json.loads(header["settings"])), settings):
+    if changes := changed(upgraded(before), settings):
         advice = "go on with the old ones, or choose another folder"
         raise ValueError(f"{path} was written by a run with other settings: {changes}; {advice}")
-    return tensors, json.loads(header["info"])
+    return tensors, info

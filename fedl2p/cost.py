@@ -6,6 +6,7 @@
 __all__ = ['flops', 'hf_maml', 'meta_gradients', 'Cost', 'costs', 'communication', 'Budget', 'budget']
 
 # %% ../nbs/library/cost.ipynb #18cc14a0
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +25,7 @@ from .hypergrad import HVPS, Descent, Hyper, Loss, Weights, add, curvature, foma
 from .measure import count_flops, peak_memory, seconds
 from .metanet import MetaNets
 from .profile import profile
-from .trials import COMMON_ROUNDS, FOLDS
+from .trials import COMMON_ROUNDS, FOLDS, rungs
 
 # %% ../nbs/library/cost.ipynb #52201530
 def flops(
@@ -162,13 +163,12 @@ def _steps(samples: int, config: Config) -> int:
 
 def _trial_steps(samples: int, config: Config, n_candidates: int) -> int:
     "Steps of all candidates in all splits, as `fedl2p.trials.trial_losses` takes them."
-    whole = _steps(samples - max(1, round(config.held_back * samples)), config)
-    if not config.halving:
-        return n_candidates * whole * config.splits
-    early = whole // config.epochs * (config.epochs // 3)
-    half = max(1, round(n_candidates / 2)) if early else n_candidates
-    third = max(1, round(half / 3))
-    return n_candidates * early + half * (whole - early) + third * whole * (config.splits - 1)
+    a_split = samples - max(1, round(config.held_back * samples))
+    an_epoch, steps, done = len(split_batches(torch.arange(a_split), config.batch_size)), 0, 0
+    for epoch in rungs(config):
+        steps, done = steps + n_candidates * (epoch - done) * an_epoch * config.splits, epoch
+        n_candidates = math.ceil(n_candidates / 3)
+    return steps
 
 
 def budget(

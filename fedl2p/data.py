@@ -82,6 +82,7 @@ def split(
     generator: torch.Generator, # source of the random order
 ) -> tuple[Data, Data]:
     "Two parts by chance; the second gets at least one sample if there are two."
+    require(0 <= share < 1, "share", "in [0, 1)", share)
     n = max(round(len(data) * share), 1) if len(data) > 1 else 0
     order = torch.randperm(len(data), generator=generator)
     return data[order[n:]], data[order[:n]]
@@ -154,6 +155,7 @@ def label_tastes(
     "For each client a draw from Dir(alpha), safe at any alpha."
     for name, value in (("n_clients", n_clients), ("classes", classes), ("alpha", alpha)):
         require(0 < value < np.inf, name, "> 0 and finite", value)
+    require(alpha >= 1e-300, "alpha", ">= 1e-300", alpha)  # beyond, numbers are too small to divide by
     rng = np.random.default_rng([seed, 0])
     size = n_clients, classes
     logs = np.log(rng.gamma(alpha + 1, size=size)) + np.log1p(-rng.random(size)) / alpha

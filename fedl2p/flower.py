@@ -10,7 +10,10 @@ import json
 import logging
 import math
 import os
+import re
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +31,7 @@ from .checkpoint import fingerprint
 from .client import Config, Result, describe_client, learn_client, score_policy, validate_client
 from fedl2p.core import (
     State,
+    check_type,
     cores,
     device_of,
     load_or_make,
@@ -42,7 +46,7 @@ from .federated import MAX_WEIGHT, Update, refusal
 from .finetune import Score
 from .metanet import signature
 from .pretraining import Recipe, train_client
-from .runner import Failure, Outcome, Task, attempt
+from .runner import MAX_WORKERS, Failure, Outcome, Task, attempt
 from .strategy import Strategy
 from .trials import choose_client, keep, kept_file, recall, try_client
 
@@ -101,7 +105,7 @@ def _do(work: str, message: Message, folder: Path, client: Client, model: nn.Mod
     asked, state = message.content["config"], message.content["arrays"].to_torch_state_dict()
     if work != "train":
         model = _pretrained(model, folder, asked["model"])
-    settings = (Recipe if work == "train" else Config)(**json.loads(asked["settings"]))
+    settings = (Recipe if work == "train" else Config)(**check_type(json.loads(asked["settings"]), dict, "settings"))
     state = {name: t.to(device_of(model)) for name, t in state.items()}
     if isinstance(settings, Recipe) or work not in ("try", "choose"):
         return Task(WORK[work], model, settings, state, client, asked["round"]).run()
@@ -115,6 +119,7 @@ def _do(work: str, message: Message, folder: Path, client: Client, model: nn.Mod
 
 # %% ../nbs/library/flower.ipynb #5fd4ce18
 _MODEL = "fedl2p model 1"  # the format of a file with a pretrained model
+_MODEL_NAME, _MODELS = re.compile("[0-9a-f]{16}"), 8  # names of models, see `fingerprint`; how many a node keeps
 
 
 def _keep(model: nn.Module, folder: Path, record: ArrayRecord) -> dict:
@@ -123,11 +128,17 @@ def _keep(model: nn.Module, folder: Path, record: ArrayRecord) -> dict:
     model.load_state_dict(record.to_torch_state_dict())
     folder.mkdir(parents=True, exist_ok=True)
     save_tensors(folder / f"{fingerprint(model)}.safetensors", model.state_dict(), {"format": _MODEL})
+    models = [path for path in folder.glob("*.safetensors") if _MODEL_NAME.fullmatch(path.stem)]
+    ages = {path: path.stat().st_mtime_ns for path in models if path.exists()}
+    for path in sorted(ages, key=lambda p: ages[p])[:-_MODELS]:  # one that is missed comes again
+        path.unlink(missing_ok=True)
     return {}
 
 
 def _pretrained(model: nn.Module, folder: Path, name: str) -> nn.Module:
     "The model that was kept, if it is the one that is meant."
+    if not _MODEL_NAME.fullmatch(name):  # a server must not look around on a node's disk
+        raise ModelLost(f"the node does not have the model {name}: that is no name of a model")
     model, path = mix_bn(model, verbose=False), folder / f"{name}.safetensors"
     try:
         model.load_state_dict(load_tensors(path, _MODEL)[0])
@@ -205,7 +216,8 @@ class Nodes:
     ):
         self.grid, self.timeout, self.privacy = grid, timeout, privacy
         self.known: dict[int, tuple[Client, set[str]]] = {}  # a node's client, without data, and its models
-        self.silent: set[int] = set()  # nodes that did not say who they are
+        self.unheard: dict[int, Failure] = {}  # nodes that did not say who they are, and why: they are asked again
+        self.refused: set[int] = set()  # nodes that said nonsense instead: they are not
         self.traffic: list[dict] = []  # what went over the grid
 
     def clients(
@@ -214,16 +226,22 @@ class Nodes:
         wait: float = 600.0, # seconds at most
         path: str | Path | None = None, # file with the names, so that a server that starts again asks the same clients
     ) -> list[Client]: # without their data
-        "Who is there, when all are or when time is up."
-        end = time.time() + wait
-        while len(self._meet()) + len(self.silent) < n and time.time() < end:
-            time.sleep(0.5)
+        "Who is there, when all are or when time is up; a node that does not answer is asked again until then."
+        limit = wait
+        end = time.monotonic() + wait  # a clock that nobody sets
+        while len(self._meet(again=True, wait=wait)) + len(self.refused) < n and (left := end - time.monotonic()) > 0:
+            wait = left
+            time.sleep(min(0.5, left))
+        for node, failure in self.unheard.items():
+            warn(f"node {node} is left out: {failure.reason}")
         domains = {client.id: client.domain for client, _ in self.known.values()}
         if len(domains) < len(self.known):
             raise RuntimeError(f"names of nodes must be different, got {len(domains)} for {len(self.known)} nodes")
         if not domains:
-            raise RuntimeError(f"no node said who it is in {wait:g} s; {len(self.silent)} were asked")
-        domains = load_or_make(Path(path), lambda: domains) if path else domains
+            asked, why = len(self.unheard) + len(self.refused), next(iter(self.unheard.values()), None)
+            because = f"; the first: {why.reason}" if why else ""
+            raise RuntimeError(f"no node said who it is in {limit:g} s; {asked} were asked{because}")
+        domains = load_or_make(Path(path), lambda: domains, dict[str, str]) if path else domains
         if len(domains) < n:
             where = f"; {path} keeps their names" if path else ""
             warn(f"{len(domains)} clients take part, of the {n} that were asked for{where}")
@@ -237,6 +255,8 @@ class Nodes:
         if not tasks:
             return iter(())
         task, where = tasks[0], self._meet()
+        if any(t.client.id not in where for t in tasks):
+            where = self._meet(again=True)
         work = next((name for name, function in WORK.items() if function is task.work), "")
         if not work:
             raise ValueError(f"work must be one of {', '.join(f.__name__ for f in WORK.values())}, got {task.work}")
@@ -268,31 +288,37 @@ class Nodes:
             answers |= send(sorted(lost), lost)
         return answers, name
 
-    def _meet(self) -> dict[str, int]:
-        "Clients that are online, and their nodes; nodes that are new are asked for their names."
+    def _meet(self, again: bool = False, wait: float = math.inf) -> dict[str, int]:
+        "Clients that are online, and their nodes; new nodes are asked for their names, and perhaps those that were."
         online = list(self.grid.get_node_ids())
-        if new := [node for node in online if node not in self.known and node not in self.silent]:
-            answers = self._exchange("query", dict.fromkeys(new, {"config": ConfigRecord()}))
+        known = {*self.known, *self.refused, *(() if again else self.unheard)}
+        if new := [node for node in online if node not in known]:
+            question = dict.fromkeys(new, {"config": ConfigRecord()})
+            answers = self._exchange("query", question, max(1.0, min(wait, self.timeout)))
             for node in new:
                 outcome = self._outcome(node, answers, _read_name)
-                if outcome.failure:
-                    self.silent.add(node)
+                self.unheard.pop(node, None)
+                if outcome.failure is None:
+                    self.known[node] = outcome.value
+                elif outcome.failure.kind == "refused":
+                    self.refused.add(node)
                     warn(f"node {node} is left out: {outcome.failure.reason}")
                 else:
-                    self.known[node] = outcome.value
+                    self.unheard[node] = outcome.failure
         return {self.known[node][0].id: node for node in online if node in self.known}
 
-    def _exchange(self, kind: str, contents: dict[int, dict]) -> dict[int, Message]:
+    def _exchange(self, kind: str, contents: dict[int, dict], wait: float | None = None) -> dict[int, Message]:
         "Send to each node what is for it, and wait for what comes back in time."
-        start = time.time()
-        messages = [Message(RecordDict(c), node, kind, ttl=self.timeout) for node, c in contents.items()]
-        replies = list(self.grid.send_and_receive(messages, timeout=self.timeout)) if messages else []
+        start, wait = time.monotonic(), self.timeout if wait is None else wait
+        # Flower drops messages by the clock of each machine: a minute more, so that our own limit decides.
+        messages = [Message(RecordDict(c), node, kind, ttl=wait + 60) for node, c in contents.items()]
+        replies = list(self.grid.send_and_receive(messages, timeout=wait)) if messages else []
         nodes = {m.metadata.message_id: m.metadata.dst_node_id for m in messages}
         answers = {nodes[r.metadata.reply_to_message_id]: r for r in replies if r.metadata.reply_to_message_id in nodes}
         sent = sum(_size(m.content) for m in messages)
         received = sum(_size(r.content) for r in answers.values() if r.has_content())
         counts = {"messages": len(messages), "answers": len(answers), "sent": sent, "received": received}
-        self.traffic.append({"kind": kind, **counts, "seconds": round(time.time() - start, 2)})
+        self.traffic.append({"kind": kind, **counts, "seconds": round(time.monotonic() - start, 2)})
         return answers
 
     def _outcome(self, node: int | None, answers: dict[int, Message], read: Callable[[RecordDict], Any]) -> Outcome:
@@ -414,8 +440,8 @@ class _Until:
         self.grid, self.over, self.get_node_ids = grid, over, grid.get_node_ids
 
     def send_and_receive(self, messages: Sequence[Message], timeout: float) -> list[Message]:
-        asked, replies, end = set(self.grid.push_messages(messages)), [], time.time() + timeout
-        while asked and time.time() < end:
+        asked, replies, end = set(self.grid.push_messages(messages)), [], time.monotonic() + timeout
+        while asked and time.monotonic() < end:
             if self.over.is_set():
                 raise RuntimeError("the simulation was stopped")
             new = list(self.grid.pull_messages(asked))
@@ -423,6 +449,45 @@ class _Until:
             replies += new
             time.sleep(0.05)
         return replies
+
+
+_START = 600.0  # seconds in which the processes of a simulation must have started
+
+
+def _start_ray(workers: int) -> None:
+    "Start Ray, again and again on a busy machine: it gives itself 30 s, which cannot be changed."
+    import ray
+
+    end = time.monotonic() + _START
+    paths = os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")])  # as Flower would do
+    while not ray.is_initialized():
+        try:
+            ray.init(num_cpus=workers, log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR,
+                     runtime_env={"env_vars": {"PYTHONPATH": paths}})
+        except Exception as error:
+            ray.shutdown()
+            if time.monotonic() > end:
+                raise RuntimeError(f"the processes of the simulation do not start in {_START:g} s ({error})") from error
+
+
+@contextmanager
+def _on_stop(over: Event) -> Iterator[None]:
+    "Set an event when a signal asks this process to stop: Flower waits for its server in any case."
+    asked = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+    here = threading.current_thread() is threading.main_thread()
+    before = {s: handler for s in asked if here and callable(handler := signal.getsignal(s))}
+
+    def stop(number: int, frame: Any) -> None:
+        over.set()
+        before[signal.Signals(number)](number, frame)
+
+    for s in before:
+        signal.signal(s, stop)
+    try:
+        yield
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)
 
 
 def simulate(
@@ -435,18 +500,30 @@ def simulate(
     "A server and its nodes on this machine, until the server is done."
     from flwr.simulation import run_simulation
 
+    check_type(workers, int | None, "workers")
+    require(workers is None or 1 <= workers <= MAX_WORKERS, "workers", f"in [1, {MAX_WORKERS}] or None", workers)
+    require(1 <= nodes <= 10_000, "nodes", "in [1, 10000]", nodes)
     server, answers, over = ServerApp(), list[Any](), Event()
     server.main()(lambda grid, context: answers.append(main(_Until(grid, over))))
-    backend = {"init_args": {"num_cpus": workers or cores(), "log_to_driver": False},
-               "client_resources": {"num_cpus": 1, "num_gpus": gpus}}
+    backend = {"client_resources": {"num_cpus": 1, "num_gpus": gpus}}
     log = logging.getLogger("flwr")
     level = log.level
     log.setLevel(logging.ERROR)
     try:
         # The second is what ray will do by default, and warns about until then.
-        with _environment(RAY_USAGE_STATS_ENABLED="0", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0"):
+        with _environment(RAY_USAGE_STATS_ENABLED="0", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0"), _on_stop(over):
+            _start_ray(workers or cores())
             run_simulation(server, app, nodes, backend_config=backend)
+    except RuntimeError as error:
+        if error.__cause__ is None:
+            raise
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # Flower's own text has no word on it
+            cause = cause.__cause__
+        raise RuntimeError(f"the simulation failed: {type(cause).__name__}: {cause}") from error
     finally:
         over.set()  # the server has a thread of its own, which would wait for answers that cannot come any more
         log.setLevel(level)
+    if not answers:
+        raise RuntimeError("the simulation ended before its server was done; the lines above may say why")
     return answers[0]

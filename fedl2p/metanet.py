@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from . import __version__
-from .core import device_of, load_tensors, require_choice, save_tensors
+from .core import device_of, header_entry, load_into, load_tensors, require, require_choice, save_tensors
 from .profile import Profile, learnable_layers, pretrained_statistics
 from .strategy import Strategy
 
@@ -160,7 +160,7 @@ def match_signature(
     "Raise ValueError unless a model has the layers and tensors that a policy's file names."
     expected = signature(model)
     for field, names in expected._asdict().items():
-        if (saved := tuple(json.loads(header[field]))) != names:
+        if (saved := tuple(header_entry(path, header, field, list[str]))) != names:
             odd = sorted(set(saved) ^ set(names)) or ["the same names in another order"]
             raise ValueError(f"{path} was learned for another model: {len(saved)} {field} in the file, "
                              f"{len(names)} in the model, first difference {odd[0]!r}")
@@ -171,7 +171,10 @@ def _load(path: str | Path, model: nn.Module) -> MetaNets:
     "What `MetaNets.load` does."
     tensors, header = load_tensors(path, POLICY)
     expected = match_signature(path, header, model)
-    inputs = cast(Inputs, header.get("inputs", "raw"))
-    metanets = MetaNets(expected, lr=0.0, hidden=int(header["hidden"]), inputs=inputs)
-    metanets.to(tensors["eta_scale"].dtype).load_state_dict(tensors)
+    inputs, hidden = cast(Inputs, header.get("inputs", "raw")), header_entry(path, header, "hidden", int)
+    bias = tensors.get("lr_net.mlp.0.bias", torch.zeros(0))
+    # Before memory is taken: a small file may name large nets.
+    require(hidden == len(bias) > 0, f"{path}: hidden", f"{len(bias)}, the size of its tensors", hidden)
+    metanets = MetaNets(expected, lr=0.0, hidden=hidden, inputs=inputs).to(bias.dtype)
+    load_into(path, metanets, tensors)
     return metanets.to(device_of(model))

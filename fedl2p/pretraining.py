@@ -12,13 +12,13 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from torch import nn
 
 from .bn import bn_layers
 from .checkpoint import fingerprint, load_checkpoint, save_checkpoint
-from .core import State, device_of, evaluating, generator, require, require_choice, require_full_precision, seeded
+from .core import State, check_fields, device_of, evaluating, generator, require, require_full_precision, seeded
 from .data import Client, Samples, check
 from .federated import Update, fedavg
 from .finetune import Augment, Tuning, step_losses
@@ -65,8 +65,11 @@ class Recipe:
     delta: float = 1e-3 # PerFedAvg: half the width of its difference of gradients, delta in Fallah et al. 2020
 
     def __post_init__(self):
-        require_choice("method", self.method, get_args(Pretraining))
-        require_choice("train_on", self.train_on, get_args(Samples))
+        for name in ("drops", "fill"):  # from a message they come as lists
+            if isinstance(value := getattr(self, name), list):
+                object.__setattr__(self, name, tuple(value))
+        check_fields(self, {"rounds": 1e6, "epochs": 1e5, "batch_size": 1e6, "seed": 2**32 - 1})
+        require(self.seed >= 0, "seed", ">= 0", self.seed)
         for name in ("rounds", "epochs", "batch_size"):
             require(getattr(self, name) >= 1, name, ">= 1", getattr(self, name))
         for name in ("lr", "inner_lr", "delta", *["final_lr"] * (self.final_lr is not None)):
@@ -133,7 +136,11 @@ def pretrain(
     settings = {**asdict(recipe), "model and clients": who}
     older = {"train_on": "train", "delta": 1e-3, "fill": [0.0]}  # of files that were written before these settings
     start = _state(model)
-    tensors, info = load_checkpoint(checkpoint, settings, lambda before: {**older, **before}) or (start, {"round": 0})
+    found = load_checkpoint(checkpoint, settings, lambda before: {**older, **before}, dict[str, int])
+    tensors, info = found or (start, {"round": 0})
+    same = {k: t.shape for k, t in tensors.items()} == {k: t.shape for k, t in start.items()}
+    if not same or not 0 <= info.get("round", -1) <= recipe.rounds:
+        raise ValueError(f"{checkpoint} does not fit model and rounds; delete it to start from the beginning")
     state, done, total = {k: t.to(start[k].device) for k, t in tensors.items()}, info["round"], recipe.rounds
     rounds = fedavg(train_client, model, recipe, state, clients, total, recipe.fraction, recipe.seed, runner, done)
     for r in runner.progress(rounds, f"pretraining by {recipe.method}", total, done):

@@ -172,7 +172,8 @@ def profile(
     seen = input_moments(model, dict.fromkeys([*layers, *pretrained]), x, batch_size)
     for name, m in seen.items():
         if not m.m2.isfinite().all():
-            raise ValueError(f"what enters layer {name!r} is not finite; look for NaN or infinity in x")
+            hint = f"x has values up to {x.abs().max():.3g}" if x.isfinite().all() else "look for NaN or infinity in x"
+            raise ValueError(f"what enters layer {name!r} is not finite; {hint}")
     xi, feature_stats = [], []
     for name, (mean, var) in pretrained.items():
         m = seen[name]

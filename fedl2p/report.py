@@ -13,7 +13,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -76,13 +76,14 @@ def _case(title: str, cells: Sequence[Json]) -> Case:
     rounds: dict[tuple[str, object], list[Json]]
     rounds = {(names[c["method"]], c["seed"]): c["rounds"] for c in cells if c.get("rounds")}
     policies = [c for c in cells if c["clients"] and learned_by(c["method"]) == c["method"] != "fedl2p-start"]
-    by_the_paper = [c for c in policies if c["settings"]["estimator"] == "ift"]
+    by_the_paper = [c for c in policies if c.get("settings", {}).get("estimator") == "ift"]
     main = [*by_the_paper, *policies, *cells][0]
     layers: dict[str, list] = {"beta": [], "eta": [], "sizes": []}
     layers = next((c["layers"] for c in cells if "layers" in c), layers)
     diverged = [c for c in cells if "diverged" in c]
     notes = tuple(f"{names[c['method']]}, seed {c['seed']}, has no result: {c['diverged']}" for c in diverged)
-    return Case(title, records, rounds, layers, main["settings"], main["machine"], main["method"], notes)
+    about = main.get("settings", {}), main.get("machine", {})
+    return Case(title, records, rounds, layers, *about, main["method"], notes)
 
 
 def _is_regular(path: Path) -> bool:
@@ -90,7 +91,7 @@ def _is_regular(path: Path) -> bool:
     return os.path.lexists(path) and stat.S_ISREG(path.lstat().st_mode)
 
 
-def _readable(paths: Iterable[Path]) -> Iterator[Path]:
+def _readable(paths: Iterable[Path], left_out: list[str]) -> Iterator[Path]:
     "Regular files, as long as they are not too large; the others are named."
     total = 0
     for path in paths:
@@ -98,7 +99,7 @@ def _readable(paths: Iterable[Path]) -> Iterator[Path]:
         large = size > _FILE_BYTES or total + size > _FOLDER_BYTES
         if large or not _is_regular(path):
             most = f"it has more than {_FILE_BYTES >> 20} MB, or with it all have more than {_FOLDER_BYTES >> 20} MB"
-            warn(f"{path} is left out: {most if large else 'it is not a regular file'}")
+            left_out.append(f"{path} is left out: {most if large else 'it is not a regular file'}")
         else:
             total += size
             yield path
@@ -107,15 +108,23 @@ def _readable(paths: Iterable[Path]) -> Iterator[Path]:
 def cases(
     folder: str | Path, # results of a demo or of studies, or a part of them
 ) -> list[Case]:
-    "What a folder holds."
-    folder, groups = Path(folder), dict[str, list[Json]]()
-    for path in _readable(sorted(folder.rglob("*-seed*.json"))):
-        if cell := read_cell(path):
-            groups.setdefault(f"{label(condition_of(cell))}, scale {cell['scale']}", []).append(cell)
+    "What a folder holds; files that cannot be read are left out, with a warning and a note in each case."
+    folder, groups, left_out = Path(folder), dict[str, list[Json]](), list[str]()
+    for path in _readable(sorted(folder.rglob("*-seed*.json")), left_out):
+        try:
+            if cell := read_cell(path):
+                groups.setdefault(f"{label(condition_of(cell))}, scale {cell['scale']}", []).append(cell)
+        except (ValueError, OSError) as error:
+            left_out.append(f"left out: {error}")
+    for text in left_out:
+        warn(text)
+    if not groups and left_out:
+        raise ValueError(f"{folder} holds no results that can be read; {left_out[0]}")
     if not groups:
         old = " but those of an older version of the demo: run it again" if (folder / "clients.jsonl").exists() else ""
         raise ValueError(f"{folder} holds no results{old}")
-    return [_case(title, cells) for title, cells in groups.items()]
+    made = [_case(title, cells) for title, cells in groups.items()]
+    return [replace(case, notes=(*case.notes, *left_out)) for case in made]
 
 # %% ../nbs/library/report.ipynb #1a76d156
 START, NONE = "fedl2p-start", "none"  # methods to compare with

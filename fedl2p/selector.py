@@ -18,7 +18,17 @@ from torch import Tensor, nn
 
 from . import __version__
 from .bn import Mode
-from .core import State, device_of, load_tensors, require, require_choice, save_tensors
+from fedl2p.core import (
+    State,
+    check_type,
+    device_of,
+    header_entry,
+    load_into,
+    load_tensors,
+    require,
+    require_choice,
+    save_tensors,
+)
 from .metanet import Signature, match_signature, signature, straight_through_clamp
 from .profile import Profile
 from .strategy import GRID, Strategy
@@ -118,6 +128,14 @@ FAR = 2.0  # distance, in units of the most distant seen client, from which on a
 SELECTOR = "fedl2p selector 1"  # the format of a file with a selector
 
 
+def _candidate(path: str | Path, entry: list) -> Candidate:
+    "A candidate from a file."
+    require(len(entry) == 3 and entry[0] in get_args(Who), f"{path}: candidates", "lists of who, beta and lr", entry)
+    check_type(entry[1:], list[float], f"{path}: candidates")
+    require(0 <= entry[1] <= 1 and 0 <= entry[2] < math.inf, f"{path}: candidates", "of beta in [0, 1], lr >= 0", entry)
+    return Candidate(*entry)
+
+
 class Selector(nn.Module):
     "Lambda of our own recipe: a score for each candidate, from what is known of a client."
 
@@ -196,7 +214,11 @@ class Selector(nn.Module):
         "Read a selector for `model`, which must have the layers and tensors that the file names."
         tensors, header = load_tensors(path, SELECTOR)
         names = match_signature(path, header, model)
-        tried = [Candidate(*c) for c in json.loads(header["candidates"])]
-        selector = cls(names, int(header["hidden"]), looks_at=json.loads(header["looks_at"]), tried=tried)
-        selector.to(tensors["common"].dtype).load_state_dict(tensors)
+        tried = header_entry(path, header, "candidates", list[list])
+        looks_at = header_entry(path, header, "looks_at", list[str])
+        hidden, bias = header_entry(path, header, "hidden", int), tensors.get("first_bias", torch.zeros(0))
+        # Before memory is taken: a small file may name large nets.
+        require(hidden == len(bias) > 0, f"{path}: hidden", f"{len(bias)}, the size of its tensors", hidden)
+        selector = cls(names, hidden, looks_at=looks_at, tried=[_candidate(path, c) for c in tried]).to(bias.dtype)
+        load_into(path, selector, tensors)
         return selector.to(device_of(model))

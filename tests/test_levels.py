@@ -14,7 +14,7 @@ LEVELS = [
     "loaders profile digits",
     "watch shipping strategy metanet selector explain",
     "finetune many",
-    "runner checkpoint federated",
+    "runner checkpoint federated robust",
     "pretraining client",
     "trials cost worth learner",
     "analysis clusters",

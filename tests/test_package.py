@@ -107,8 +107,8 @@ def test_version_and_typing():
 
 @pytest.fixture
 def clone(tmp_path):
-    for name in ("nbs", "fedl2p", ".ci"):
-        shutil.copytree(ROOT / name, tmp_path / name)
+    for name in ("nbs", "fedl2p", ".ci", "docs"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("_build"))
     for name in ("settings.ini", "README.md"):
         shutil.copy(ROOT / name, tmp_path)
     return tmp_path
@@ -149,6 +149,48 @@ def test_the_check_finds_faults(clone):
     assert "03_profile.ipynb has a link to 03_gone.ipynb, which is not there" in done.stdout and "link to 01_data.ipynb" not in done.stdout
     assert all(f"nbs/{name}.ipynb is a file or in ORDER of .ci/notebooks.py, but not both" in done.stdout for name in ("04_strategy", "04_plan"))
     assert "README.md has a link to nbs/gone.ipynb, which is not there" in done.stdout
+
+
+def test_the_check_finds_lessons_that_are_too_long_and_exercises_without_a_solution(clone):
+    from execnb.nbio import mk_cell, read_nb, write_nb
+
+    nb = read_nb(clone / "nbs" / "08_rates.ipynb")
+    [solution] = [c for c in nb.cells if c.cell_type == "markdown" and "def disagree" in c.source]
+    solution.source = solution.source.replace("def disagree", "def agree")
+    nb.cells.insert(3, mk_cell("word " * 2500, "markdown", id="words"))
+    nb.cells.insert(4, mk_cell("#| export\n" + "x = 1\n" * 251, "code", id="lines"))
+    write_nb(nb, clone / "nbs" / "08_rates.ipynb")
+    done = notebooks(clone, "check")
+    assert done.returncode == 1
+    for fault in ("words of prose, more than 2500", "lines of code, more than 250", "rates has 251 lines in an exported cell, more than 40"):
+        assert fault in done.stdout
+    assert "08_rates.ipynb: exercise disagree: the cell after it needs a folded solution" in done.stdout
+    assert "08_rates" in notebooks(clone, "lengths").stdout
+
+
+def test_stubs_fail_their_checks_and_solutions_pass_them(clone):
+    """The hidden cell that sync makes, on a notebook with a wrong solution, with a check that lets a stub pass, and as it should be."""
+    sys.path.insert(0, str(ROOT / ".ci"))
+    from types import SimpleNamespace
+
+    import course
+
+    def run(solution, check):
+        cells = [("code", f"def one():\n    ...\n\ndef check_one(one):\n    {check}\n\n# check_one(one)"),
+                 ("markdown", f"<details><summary>A solution</summary>\n\n```python\ndef one(): return {solution}\n```\n</details>")]
+        nb = SimpleNamespace(cells=[SimpleNamespace(cell_type=kind, source=source) for kind, source in cells])
+        assert not course.exercise_faults(nb)
+        names: dict = {}
+        exec(nb.cells[0].source, names)
+        exec(course.solutions(nb), names)
+
+    run(1, 'assert one() == 1, "one() must be 1"')
+    with pytest.raises(AssertionError, match="must be 1"):
+        run(2, 'assert one() == 1, "one() must be 1"')
+    with pytest.raises(RuntimeError, match="the stub of one passes its check"):
+        run(1, "pass")
+    with pytest.raises(AssertionError, match="does not say what is wrong"):
+        run(1, "assert one() == 1")
 
 
 def test_titles_and_last_lines_come_from_the_order(clone):

@@ -32,6 +32,7 @@ from fedl2p.trials import (
     learn_to_choose,
     recall,
     run_trials,
+    rungs,
     trial_losses,
     try_client,
 )
@@ -227,13 +228,29 @@ def test_halving_finds_the_same_with_less_work(model, seen, monkeypatch):
     assert hits >= 2  # of three
 
 
-def test_what_stopped_early_is_no_better_than_the_median(model, seen):
-    """Its loss after a few steps says little; it must not win against those that went on."""
-    config = replace(REAL, splits=1)
-    losses = trial_losses(model, config, seen[8].samples("train+val"), "x")
-    full = trial_losses(model, replace(config, halving=False), seen[8].samples("train+val"), "x")
-    went_on = (losses - full).abs() < 1e-6
-    assert went_on.sum() >= len(losses) // 2 and losses[~went_on].min() >= losses[went_on].median()
+def test_what_stopped_early_improves_as_those_that_went_on(model, seen, monkeypatch):
+    """Its loss after one epoch is scaled by what the finalists gained since; a diverged one keeps its bound."""
+    config, steps = replace(REAL, splits=2), counted(monkeypatch)
+    data = seen[8].samples("train+val")
+    losses = trial_losses(model, config, data, "x")
+    assert rungs(config) == [1, 2, 4] and sum(steps) == 2 * 2 * (54 * 1 + 18 * 1 + 6 * 2)  # splits, batches an epoch
+    full = trial_losses(model, replace(config, halving=False), data, "x")
+    assert ((losses - full).abs() < 1e-4)[losses.argsort()[:3]].all()  # those that went on to the end
+    one = trial_losses(model, replace(config, epochs=1), data, "x")  # what all had after the first rung
+    diverged = torch.tensor(WORST)
+    assert (one == diverged).any() and (losses[one == diverged] == diverged).all()
+    falls = (losses / one)[one.argsort()[18:]]  # of those that stopped there
+    falls = falls[falls < 0.999]  # the bound does not fall
+    assert len(falls) > 20 and falls.max() - falls.min() < 1e-4
+
+
+def test_large_networks_begin_each_rung_anew_with_the_same_result(model, seen, monkeypatch):
+    data, config = seen[4].samples("train+val"), replace(REAL, splits=2)
+    kept = trial_losses(model, config, data, "x")
+    steps = counted(monkeypatch)
+    monkeypatch.setattr(trials, "ROOM", 0)
+    torch.testing.assert_close(trial_losses(model, config, data, "x"), kept, rtol=0, atol=1e-4)
+    assert sum(steps) == 2 * 2 * (54 * 1 + 18 * 2 + 6 * 4)
 
 
 def test_losses_are_bounded_whatever_comes(model, seen):

@@ -19,6 +19,8 @@ from ..client import Config, Estimator
 from fedl2p.core import (
     Json,
     Table,
+    check_fields,
+    claimed,
     load_or_make,
     markdown,
     pick_device,
@@ -32,7 +34,7 @@ from fedl2p.core import (
 from ..digits import SHIFTS, digits_federation
 from ..runner import Progress, Runner, quiet
 from .published import Condition
-from .runs import METHODS, Cell, Job, Machine, check_seeds, federation, run_cell
+from .runs import METHODS, Cell, Job, Machine, check_alpha, check_seeds, federation, run_cell
 from .settings import setting
 from .tables import accuracy_table, read_cell, summarise
 
@@ -54,12 +56,16 @@ class Demo:
     device: str = "cpu" # cpu, cuda, mps, or auto for the best there is; these networks are so small that cpu is fastest
 
     def __post_init__(self):
+        check_fields(self)
         check_seeds(self.seeds)
         kinds = len(SHIFTS)
         good = self.clients >= kinds and self.clients % kinds == 0
         require(good, "clients", f"a multiple of {kinds}, >= {kinds}", self.clients)
         require(self.unseen >= 0 and self.unseen % kinds == 0, "unseen", f"0 or a multiple of {kinds}", self.unseen)
         require(0 < self.alpha < math.inf, "alpha", "> 0 and finite", self.alpha)
+        check_alpha(self.alpha)
+        require(self.pretraining_rounds <= 1e6, "pretraining_rounds", "<= 1000000", self.pretraining_rounds)
+        require(self.clients + self.unseen <= 10_000, "clients + unseen", "<= 10000", self.clients + self.unseen)
         require(self.pretraining_rounds >= 1, "pretraining_rounds", ">= 1", self.pretraining_rounds)
         require(self.config.seed == 0, "seed", "left out (the demo has --seeds)", self.config.seed)
         require(self.config.start == "constant", "start", "left out (the demo has both recipes)", self.config.start)
@@ -107,7 +113,7 @@ def open_folder(
             raise ValueError(f"out must be a new or an empty folder, got {out}, which holds other files")
         if any(name.startswith("seed-") for name in others):
             raise ValueError(f"{out} was written by an older version of the demo; choose another folder with --out")
-        if others and (changes := changed(load_or_make(config, lambda: settings), settings)):
+        if others and (changes := changed(load_or_make(config, lambda: settings, dict), settings)):
             advice = "choose another folder with --out, or delete this one"
             raise ValueError(f"{out} holds results for other settings: {changes}; {advice}")
         write_json(config, settings)
@@ -127,10 +133,15 @@ def run_demo(
     del settings["seed"]
     todo = jobs(demo, progress)
     federation(todo[0].how, demo.alpha, todo[0].data_seed)  # which refuses what there are too few images for
-    open_folder(demo.out, settings)
-    for job in todo:
-        run_cell(job)
-    return write_results(demo.out, [read_cell(job.path) for job in todo])
+    try:
+        demo.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"out must be a folder to write in, got {demo.out} ({error})") from error
+    with claimed(demo.out):
+        open_folder(demo.out, settings)
+        for job in todo:
+            run_cell(job)
+        return write_results(demo.out, [read_cell(job.path) for job in todo])
 
 
 def _about(seeds: list[int]) -> str:

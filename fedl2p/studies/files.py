@@ -9,6 +9,7 @@ __all__ = ['fetch', 'read_checked', 'load_npy', 'read_npz', 'write_npz', 'read_l
 # %% ../../nbs/studies/files.ipynb #652bb779
 import hashlib
 import re
+import tokenize
 import wave
 import zipfile
 import zlib
@@ -60,8 +61,11 @@ def read_checked(
     return raw
 
 # %% ../../nbs/studies/files.ipynb #11c39860
+_NPZ_BYTES = 16 << 30  # all arrays of a file together; and a hundred times the file, unless they have 100 MB at most
+
 # What numpy may raise for a damaged file.
-_DAMAGE = (ValueError, OSError, EOFError, TypeError, AttributeError, RuntimeError, zipfile.BadZipFile, zlib.error)
+_DAMAGE = (ValueError, OSError, EOFError, TypeError, AttributeError, RuntimeError, SyntaxError, OverflowError, MemoryError,
+           tokenize.TokenError, zipfile.BadZipFile, zlib.error)
 
 
 def load_npy(
@@ -79,6 +83,10 @@ def read_npz(
 ) -> dict[str, np.ndarray]: # arrays by name
     "All arrays of an .npz file; zip's checksums notice damage."
     try:
+        with zipfile.ZipFile(path) as archive:  # before memory is taken: a small file may expand to a very large one
+            size = sum(entry.file_size for entry in archive.infolist())
+        if size > min(_NPZ_BYTES, max(100 << 20, 100 * path.stat().st_size)):
+            raise ValueError(f"it would expand to {size >> 20} MB")
         with np.load(path, allow_pickle=False) as file:
             return dict(file)
     except FileNotFoundError:
@@ -367,7 +375,8 @@ def read_wav(
             form = file.getnchannels(), 8 * file.getsampwidth(), file.getframerate()
             raw = file.readframes(file.getnframes())
     except (wave.Error, EOFError) as error:
-        raise ValueError(f"{path} is damaged or no wav file ({error}); get it again") from error
+        why = str(error) or "it ends too early"
+        raise ValueError(f"{path} is damaged or no wav file ({why}); get it again") from error
     if form != (1, 16, rate):
         raise ValueError(f"{path}: channels, bits and rate must be (1, 16, {rate}) as in the official files, "
                          f"got {form}")

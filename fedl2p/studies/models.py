@@ -51,6 +51,20 @@ def resnet18(
     return model
 
 # %% ../../nbs/studies/models.ipynb #f7c0142a
+def _read_weights(path: str | Path) -> dict:
+    "A state dict from a file, of which nothing is executed."
+    try:
+        state = torch.load(path, weights_only=True, map_location="cpu")
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # whatever zip, pickle or torch say of junk
+        why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        raise ValueError(f"{path} cannot be read as a state dict ({why}); get it again") from error
+    if not isinstance(state, dict) or not all(isinstance(t, torch.Tensor) for t in state.values()):
+        raise ValueError(f"{path} must be a state dict, names and tensors, got {type(state).__name__}")
+    return state
+
+
 def imagenet_resnet18(
     classes: int = 10, # outputs of the new head
     seed: int = 0, # seed of the new head
@@ -70,9 +84,12 @@ def imagenet_resnet18(
                 f"into {torch.hub.get_dir()}/checkpoints, or name a file of your own as weights"
             ) from error
     else:
-        state = torch.load(weights, weights_only=True, map_location="cpu")  # nothing in the file is executed
+        state = _read_weights(weights)
     body = {name: t for name, t in state.items() if not name.startswith("fc.")}
-    missing, unknown = model.load_state_dict(body, strict=False)
+    try:
+        missing, unknown = model.load_state_dict(body, strict=False)
+    except RuntimeError as error:
+        raise ValueError(f"{weights} has other shapes than torchvision's resnet18") from error
     lacking = [name for name in missing if not name.startswith("fc.") and not name.endswith("num_batches_tracked")]
     if unknown or lacking:
         raise ValueError(

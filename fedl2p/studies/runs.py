@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['OUR_METHODS', 'METHODS', 'LEARNED', 'OURS', 'Study', 'learned_by', 'conditions', 'columns', 'Cell', 'Machine', 'Job',
-           'federation', 'source_of', 'pretrained', 'drawn', 'tried', 'choose_rate', 'run_cell', 'check_seeds', 'Run',
-           'cells', 'job_of', 'run_study']
+           'federation', 'source_of', 'pretrained', 'drawn', 'tried', 'choose_rate', 'ClientRow', 'RoundRow',
+           'CellFile', 'run_cell', 'check_seeds', 'check_alpha', 'Run', 'cells', 'job_of', 'run_study']
 
 # %% ../../nbs/studies/runs.ipynb #f2d61c23
 import time
@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, NotRequired, TypedDict, cast
 
 import torch
 import tyro
@@ -36,7 +36,21 @@ from fedl2p.client import (
     with_state,
 )
 from ..clusters import mean_strategy
-from ..core import Json, device_of, generator, load_or_make, pick_device, require, require_choice, versions, warn
+from fedl2p.core import (
+    Json,
+    check_fields,
+    check_type,
+    claimed,
+    device_of,
+    generator,
+    load_or_make,
+    pick_device,
+    read_json,
+    require,
+    require_choice,
+    versions,
+    warn,
+)
 from ..data import Client, Federation
 from ..federated import Diverged
 from ..finetune import baselines
@@ -350,7 +364,7 @@ def _alone(job: Job, model: nn.Module, clients: list[Client], passes: int, size:
     folder = job.path.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
     parts = {folder / f"clients-{i}.json": clients[i:i + size] for i in range(0, len(clients), size)}
-    return [r for path, group in parts.items() for r in load_or_make(path, partial(learn, group))]
+    return [r for path, group in parts.items() for r in load_or_make(path, partial(learn, group), list[ClientRow])]
 
 
 def _last(learner: FedL2P, client: Client) -> Json:
@@ -376,11 +390,64 @@ def _short(record: Record) -> Record:
     return cast(Record, {k: _digits(v) for k, v in record.items() if k not in left_out})
 
 # %% ../../nbs/studies/runs.ipynb #dca5db5c
+class ClientRow(TypedDict):
+    "A client in a cell's file."
+
+    pool: str
+    client: str
+    domain: str
+    n: int
+    loss: NotRequired[float | None]
+    right: NotRequired[int]
+    accuracy: NotRequired[float] # older files have shares of right answers
+    beta: NotRequired[list[float]]
+    eta: NotRequired[list[float]]
+    xi: NotRequired[list[float]]
+    feature_stats: NotRequired[list[float]]
+    labels: NotRequired[list[float]]
+    lr: NotRequired[float]
+
+
+class RoundRow(TypedDict):
+    "A round in a cell's file."
+
+    round: int
+    val_loss: float | None
+    failed: NotRequired[dict[str, str]]
+    beta: NotRequired[list[float]]
+    eta: NotRequired[list[float]]
+
+
+class CellFile(TypedDict):
+    "What the file of a cell must hold, and what it may."
+
+    dataset: str
+    alpha: float | None
+    epochs: int
+    pretraining: str
+    method: str
+    seed: int
+    scale: str
+    clients: list[ClientRow]
+    settings: NotRequired[dict]
+    machine: NotRequired[dict]
+    seconds: NotRequired[float]
+    pretraining_seconds: NotRequired[float]
+    differs: NotRequired[str]
+    start: NotRequired[str]
+    new_clients: NotRequired[bool]
+    pools: NotRequired[list[str]]
+    accuracy: NotRequired[dict[str, float | None]]
+    diverged: NotRequired[str]
+    rounds: NotRequired[list[RoundRow]]
+    layers: NotRequired[dict[str, list]]
+
+
 def _same_start(job: Job, start: str) -> str:
     "The fingerprint of model and clients, if other cells of the condition have the same."
     seeds = job.cell.seed if job.how.new_clients else "*"
     for other in job.path.parent.glob(f"*-seed{seeds}.json"):
-        if load_or_make(other, dict).get("start", start) != start:
+        if read_json(other, dict).get("start", start) != start:
             what = "was made with other clients or another pretrained model than those that are here now"
             raise ValueError(f"{other} {what}; choose another folder with --out, or delete it")
     return start
@@ -422,10 +489,13 @@ def run_cell(
         why = "differences of gradients in half precision are noise"
         raise ValueError(f"amp must be False with second derivatives by differences ({why}), got True")
     job.path.parent.mkdir(parents=True, exist_ok=True)
-    content = load_or_make(job.path, lambda: _filled(job))
+    content = load_or_make(job.path, lambda: _filled(job), CellFile)
+    if "last" in content and not (job.path.with_suffix("") / "policy.safetensors").exists():
+        warn(f"{job.path} is there, but its policy is not; delete the file to make both again")
     now = {**_settings(job), "amp": job.machine.amp}
-    before = {**upgraded(content["settings"]), "amp": content["machine"]["amp"]}
-    if now["recipe"] and before["recipe"]:  # older files do not say all of it
+    before = {"recipe": None, **upgraded(content.get("settings", {}))}
+    before["amp"] = content.get("machine", {}).get("amp", False)
+    if now["recipe"] and isinstance(before["recipe"], dict):  # older files do not say all of it
         before["recipe"] = {**now["recipe"], **before["recipe"]}
     if changes := changed(before, now):
         advice = "choose another folder with --out, or delete it"
@@ -440,8 +510,18 @@ def check_seeds(
     seeds: Sequence[int], # one repetition for each
 ) -> None:
     "Raise ValueError if an experiment cannot have these seeds."
+    check_type(seeds, tuple[int, ...], "seeds")
     good = len(seeds) > 0 and len(set(seeds)) == len(seeds) and min(seeds) >= 0
     require(good, "seeds", "different whole numbers >= 0, at least one", seeds)
+    require(max(seeds) < 2**32 and len(seeds) <= 1000, "seeds", "1000 at most, each < 2**32", seeds)
+
+
+def check_alpha(
+    alpha: float, # label shift
+) -> None:
+    "Raise ValueError unless clients can be dealt by it."
+    require(alpha > 0, "alpha", "> 0", alpha)
+    require(1e-6 <= alpha <= 1e6, "alpha", "in [1e-06, 1e+06]", alpha)
 
 
 @dataclass(frozen=True)
@@ -459,15 +539,19 @@ class Run:
     machine: Machine = field(default_factory=Machine)
 
     def __post_init__(self):
+        check_fields(self)
+        check_fields(self.machine)
         check_seeds(self.seeds)
         device, machine = pick_device(self.machine.device), self.machine  # says which devices are there
         if machine.amp:  # half precision is slow elsewhere, and does not reach other processes
             require(device.startswith("cuda"), "device", "cuda if amp is on", device)
             require(not machine.workers, "workers", "0 if amp is on", machine.workers)
+        Runner(machine.workers, limit=machine.limit)  # which refuses what it cannot do
         for alpha in self.alpha:
-            require(alpha > 0, "alpha", "> 0", alpha)
+            check_alpha(alpha)
         for epochs in self.epochs:
             require(epochs >= 1, "epochs", ">= 1", epochs)
+            require(epochs <= 1e5, "epochs", "<= 100000", epochs)
 
 
 def cells(
@@ -505,7 +589,8 @@ def run_study(
             missing[dataset] = str(error)
             warn(f"{dataset} is left out: {error}")
         if dataset not in missing:
-            run_cell(job)
+            with claimed(run.out):
+                run_cell(job)
     if len(missing) == len({cell.condition.dataset for cell in cells(run)}):
         raise OSError("; ".join(missing.values()))
     return missing

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from ..core import cores, pick_device, require, require_choice
+from ..core import claimed, cores, pick_device, require, require_choice
 from ..data import Client
 from ..flower import Context, Grid, Nodes, client_app, simulate
 from ..runner import Progress, Runner, quiet
@@ -55,7 +55,8 @@ def simulate_study(
         job = job_of(run, cell)
         if not job.path.exists():
             app = client_app(partial(_load, run, cell), run.out / "models")
-            simulate(partial(_serve, job, timeout, progress), app, len(everybody(job)), workers, gpus)
+            with claimed(run.out):
+                simulate(partial(_serve, job, timeout, progress), app, len(everybody(job)), workers, gpus)
     return {}
 
 

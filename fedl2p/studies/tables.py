@@ -13,18 +13,37 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..analysis import Difference, Record, gains, mean_gain
-from ..core import Json, Table, load_or_make
+from ..core import Json, Table, check_type, read_json, require
 from .published import TABLES, TITLES, Condition
-from .runs import METHODS, OUR_METHODS, columns, conditions
+from .runs import METHODS, OUR_METHODS, CellFile, columns, conditions
 
 # %% ../../nbs/studies/tables.ipynb #2e88de31
+def _check_cell(path: Path, cell: Json) -> None:
+    "Raise ValueError unless the content of a file is that of a cell."
+    try:
+        check_type(cell, CellFile)
+        for i, r in enumerate(cell["clients"]):
+            require("right" in r or "accuracy" in r, f"clients[{i}].right", "there", None)
+            require(1 <= r["n"] <= 1e9, f"clients[{i}].n", "in [1, 1e+09]", r["n"])
+            require(0 <= r.get("right", 0) <= r["n"], f"clients[{i}].right", f"in [0, {r['n']}]", r.get("right"))
+            require(0 <= r.get("accuracy", 0) <= 1, f"clients[{i}].accuracy", "in [0, 1]", r.get("accuracy"))
+        for name in ("beta", "eta", "xi", "feature_stats", "labels"):
+            sizes = {len(r[name]) for r in [*cell["clients"], *cell.get("rounds", [])] if name in r}
+            require(len(sizes) <= 1, f"length of {name}", "the same for all", sorted(sizes))
+            known = cell.get("layers", {}).get(name)
+            require(known is None or sizes <= {len(known)}, f"layers.{name}", f"{sizes} names", known)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); delete it, and this part will be run again") from error
+
+
 def read_cell(
     path: Path, # file of a cell
 ) -> Json: # its records name method and seed; empty if the file is something else
     "The result of a cell; files that hold shares of right answers instead of counts are understood, too."
-    cell = load_or_make(path, dict)
+    cell = read_json(path)
     if not isinstance(cell, dict) or not {"clients", "scale"} <= cell.keys():
         return {}
+    _check_cell(path, cell)
     for r in cell["clients"]:
         r |= {"method": cell["method"], "seed": cell["seed"]}
         if "right" not in r:
@@ -92,7 +111,7 @@ def collect(
         rows = summarise(cell["clients"]).get(cell["method"], {})
         own: Mapping[str, float | None] = {pool: share for pool, [share] in rows.items()}  # L2P has no unseen clients
         # A cell that diverged has no clients at all. Older files hold the shares themselves.
-        shares = cell.get("accuracy") or own or dict.fromkeys(cell["pools"])
+        shares = cell.get("accuracy") or own or dict.fromkeys(cell.get("pools", ()))
         for pool, share in shares.items():
             of_method = by_condition.setdefault(condition_of(cell, pool), {}).setdefault(cell["method"], {})
             of_method[cell["seed"]] = math.nan if share is None else 100 * share
@@ -213,14 +232,15 @@ def _notes(study: str, scale: str, cells: Sequence[Json], single: Sequence[Condi
     if not cells:
         return [f"{about} Nothing of ours at scale {scale} yet: `fedl2p run {study} --scale {scale}` fills it in."]
     seeds = ", ".join(map(str, sorted({c["seed"] for c in cells})))
-    hours = sum(c["seconds"] + c["pretraining_seconds"] for c in cells) / 3600
-    machines = "; ".join(dict.fromkeys(f"{c['machine']['device']}, {c['machine']['cores']} cores" for c in cells))
+    hours = sum(c.get("seconds", 0) + c.get("pretraining_seconds", 0) for c in cells) / 3600
+    made_on = [c.get("machine", {}) for c in cells]
+    machines = "; ".join(dict.fromkeys(f"{m.get('device', '?')}, {m.get('cores', '?')} cores" for m in made_on))
     made = (f"Ours: scale {scale}, seeds {seeds}, {len(cells)} cells, {hours:.1f} hours on {machines} "
             "(of a cell that was stopped, the last part counts).")
     errors = ("No ±: one seed, or the same in each. Test set ±: standard error of the accuracy in bold over clients; "
               "no error of differences in its row, since all methods have the same clients."
               + f" One seed only: {'; '.join(map(label, single))}." * bool(single))
-    data = dict.fromkeys((c["dataset"], _seeding(c), c["differs"]) for c in cells)
+    data = dict.fromkeys((c["dataset"], _seeding(c), c.get("differs", "")) for c in cells)
     differ = [f"{d}: {seeding}." + f" It differs from the paper: {text}." * bool(text) for d, seeding, text in data]
     return [about, errors, made, *differ]
 

@@ -1,0 +1,82 @@
+"""Runs cases one after the other, each in a folder of its own, with a limit on its time, and says which were not clean."""
+
+import contextlib
+import io
+import json
+import random
+import shutil
+import signal
+import tempfile
+import time
+import traceback
+import warnings
+from pathlib import Path
+
+from .cases import KINDS
+
+SECONDS = 20.0
+FINE = (ValueError, OSError, RuntimeError, ImportError, FloatingPointError)  # what the command line says in one sentence
+
+
+def wrong(error):
+    """Why an error is not a sentence; nothing if it is one."""
+    if not isinstance(error, FINE) or isinstance(error, RecursionError):
+        return f"{type(error).__name__}: {error}"
+    text = str(error).strip()
+    return f"{type(error).__name__} without a word" if not text else "" if len(text) < 2000 and text.count("\n") < 3 else f"not one sentence: {text[:200]}"
+
+
+def run_case(number, seed, home):
+    """One case: its name, and what is wrong with how it ended, or nothing."""
+    rng = random.Random(f"{seed} {number}")
+    outside, folder = home / "outside", home / "inside"
+    shutil.rmtree(home, ignore_errors=True)
+    outside.mkdir(parents=True)
+    folder.mkdir()
+    make, name, fault = KINDS[number % len(KINDS)], "", ""
+
+    def late(*_):
+        raise TimeoutError("late")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(io.StringIO()), contextlib.chdir(outside):
+            warnings.simplefilter("ignore")
+            name, call = make(rng, folder)
+            call()
+        if "Traceback" in said.getvalue():
+            fault = "a traceback on the terminal"
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        fault = wrong(error) if str(error) != "late" else f"took more than {SECONDS:g} s"
+        if fault:
+            fault += " | " + " <- ".join(f"{Path(f.filename).name}:{f.lineno}" for f in reversed(traceback.extract_tb(error.__traceback__)[-3:]))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    if left := [p.name for p in outside.rglob("*")]:
+        fault = fault or f"files outside of its folder: {left}"
+    return make.__name__, name, fault
+
+
+def trial(cases, seed=0, first=0):
+    """Faults of many cases, by number; and how many there were of each kind."""
+    faults, kinds = {}, {}
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(first, first + cases):
+            kind, name, fault = run_case(number, seed, Path(folder, "case"))
+            kinds[kind] = kinds.get(kind, 0) + 1
+            if fault:
+                faults[number] = f"{kind}: {name[:200]}: {fault[:400]}"
+    return faults, kinds
+
+
+def main(args):
+    start = time.monotonic()
+    faults, kinds = trial(args.cases, args.seed, args.first)
+    for number, fault in faults.items():
+        print(number, fault)
+    print(json.dumps({"cases": args.cases, "seed": args.seed, "first": args.first, "not clean": len(faults), "kinds": kinds, "seconds": round(time.monotonic() - start)}))
+    return bool(faults)

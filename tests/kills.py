@@ -1,0 +1,146 @@
+"""Kill and go on: SIGKILL at random moments, the same command again, and hashes compared with those of an unbroken run.
+
+    python tests/kills.py demo study simulation deployed --kills 20 --seed 0
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT = 900.0  # seconds that a run may take on a busy machine
+SMALL = ["--seeds", "3", "--clients", "5", "--unseen", "5", "--pretraining-rounds", "3", "--epochs", "1", "--rounds", "3", "--fraction", "0.4", "--estimator", "fomaml", "--workers", "2"]
+STUDY = ["cifar10", "--scale", "smoke", "--seeds", "0", "--epochs", "1", "--alpha", "0.5", "--device", "cpu", "--workers", "2"]
+TIMED = ("seconds", "pretraining_seconds", "machine")
+
+
+def command(kind, out, data):
+    main = [sys.executable, "-c", "import sys; from fedl2p import command; sys.exit(command())"]
+    if kind == "demo":
+        return [*main, "demo", *SMALL, "--out", str(out)]
+    name, methods = ("run", ["none", "fedl2p-fomaml", "fedl2p-ours"]) if kind == "study" else ("flower", ["fedl2p-fomaml"])
+    return [*main, name, *STUDY, "--methods", *methods, "--data", str(data), "--out", str(out)]
+
+
+def start(args):
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "FLWR_TELEMETRY_ENABLED": "0"}
+    return subprocess.Popen(args, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def finish(args):
+    process = start(args)
+    said = process.communicate(timeout=LIMIT)[1]
+    assert process.returncode == 0, said[-3000:]
+
+
+def killed(args, seconds):
+    """Whether it was killed, and not done before."""
+    process = start(args)
+    try:
+        process.communicate(timeout=seconds)
+        return False
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return True
+
+
+class Deployed:
+    """A server and two nodes, of which the server and one node are killed; then everything is started again."""
+
+    settings = "nodes=2 pretraining-rounds=2 rounds=2 epochs=1 timeout=300.0"
+
+    def run(self, out, seconds=None):
+        from test_flower_processes import Deployment, ours, tool
+
+        home = Path(tempfile.mkdtemp())
+        deployment = Deployment(home)
+        try:
+            deployment.superlink()
+            nodes = [deployment.supernode(k) for k in range(2)]
+            run = deployment.start("run", tool("flwr"), "run", str(ROOT / "nbs" / "flower"), "here", "--run-config", f'{self.settings} out="{out}"', "--stream")
+            if seconds is None:
+                assert run.wait(LIMIT) == 0, deployment.log("run")[-3000:]
+                return False
+            try:
+                run.wait(seconds)
+                return False
+            except subprocess.TimeoutExpired:
+                for pid in ours(deployment.home):  # the server first: no round may end without the node
+                    if os.getpgid(pid) != nodes[0].pid and os.getpgid(pid) != nodes[1].pid:
+                        os.kill(pid, signal.SIGKILL)
+                os.killpg(nodes[1].pid, signal.SIGKILL)
+                return True
+        finally:
+            deployment.stop()
+            shutil.rmtree(home, ignore_errors=True)
+
+
+def hashes(out):
+    """Of all that a run leaves behind, but for times and traffic."""
+    found = {}
+    for path in sorted(p for p in out.rglob("*") if p.is_file()):
+        raw, name = path.read_bytes(), path.relative_to(out).as_posix()
+        if name in ("traffic.json", "versions.json") or path.suffix == ".png" or "/models/" in f"/{name}":
+            continue
+        if path.suffix == ".json":
+            content = json.loads(raw)
+            raw = json.dumps({k: v for k, v in content.items() if k not in TIMED} if isinstance(content, dict) else content).encode()
+        if path.suffix == ".md" and "hours" in raw.decode():
+            continue  # it says how long it took
+        found[name] = hashlib.sha256(raw).hexdigest()
+    return found
+
+
+def trial(kind, kills, seed=0):
+    """Kills, and endings that are equal to an unbroken one."""
+    rng, tried, equal, problems = random.Random(f"{kind} {seed}"), 0, 0, []
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        if kind in ("study", "simulation"):
+            import made_up
+
+            made_up.cifar10(home)
+        begin = time.monotonic()
+        whole = home / "unbroken"
+        Deployed().run(whole) if kind == "deployed" else finish(command(kind, whole, home))
+        took, expected, number = time.monotonic() - begin, hashes(whole), 0
+        while tried < kills:
+            number += 1
+            assert number <= 4 * kills + 4, "it is done before it can be killed"
+            out, moment = home / f"killed-{number}", rng.uniform(0.15, 0.95) * took
+            was_killed = Deployed().run(out, moment) if kind == "deployed" else killed(command(kind, out, home), moment)
+            if was_killed:
+                tried += 1
+                Deployed().run(out) if kind == "deployed" else finish(command(kind, out, home))
+                after = hashes(out)
+                parts = [p.name for p in out.rglob("*.part")]
+                equal += after == expected and not parts
+                if after != expected or parts:
+                    odd = sorted(k for k in {**after, **expected} if after.get(k) != expected.get(k))
+                    problems.append(f"{kind}, killed after {moment:.1f} s: {odd[:5]} {parts[:3]}")
+            shutil.rmtree(out, ignore_errors=True)
+    return {"kind": kind, "kills": tried, "equal": equal, "problems": problems}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kinds", nargs="+", choices=["demo", "study", "simulation", "deployed"])
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    done = []
+    for kind in args.kinds:
+        done.append(trial(kind, args.kills, args.seed))
+        print(json.dumps(done[-1]), flush=True)
+    sys.exit(any(d["kills"] != d["equal"] for d in done))

@@ -1,0 +1,113 @@
+"""Robust means: what they are, that a minority cannot move them far, and what they save and cost in a federation."""
+
+import warnings
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from federation import QUICK, network, seen
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedl2p.federated import Update, average, fedavg
+from fedl2p.learner import FedL2P
+from fedl2p.pretraining import Recipe, train_client
+from fedl2p.robust import MEANS, bounded, robust_mean
+from fedl2p.runner import Runner
+
+START = {"w": torch.zeros(3), "count": torch.tensor(2)}
+
+
+def updates(rows, weight=1.0):
+    return {f"c{i}": Update({"w": torch.tensor(row), "count": torch.tensor(i)}, weight) for i, row in enumerate(rows)}
+
+
+numbers = st.lists(st.lists(st.floats(-10, 10, width=32), min_size=3, max_size=3), min_size=1, max_size=9)
+
+
+@settings(deadline=None, max_examples=40)
+@given(numbers)
+def test_a_median_is_the_median(rows):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        kept, _ = bounded(START, updates(rows))
+        found = robust_mean(START, updates(rows), "median")
+    table = torch.stack([u.state["w"] for u in kept.values()]).double()
+    torch.testing.assert_close(found["w"].double(), table.quantile(0.5, 0), rtol=1e-5, atol=1e-6)
+    assert found["count"] == len(rows) - 1
+
+
+def test_equal_steps_are_the_plain_mean():
+    rows = [[1.0, 2.0, 2.0], [2.0, 1.0, 2.0], [2.0, 2.0, 1.0]]
+    plain = average((u.state, u.weight) for u in updates(rows).values())
+    assert torch.equal(robust_mean(START, updates(rows), "mean")["w"], plain["w"])
+    assert torch.equal(robust_mean(START, updates(rows), "trimmed", trim=0.0)["w"], plain["w"])
+
+
+def test_long_steps_are_cut_and_named():
+    rows = [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0], [0.0, 0.0, -1e30]]
+    kept, cut = bounded(START, updates(rows))
+    assert cut == ["c3"] and kept["c3"].state["w"].norm().item() == pytest.approx(3.0)
+    with pytest.warns(RuntimeWarning, match="are cut: 'c3'"):
+        robust_mean(START, updates(rows), "mean")
+    nobody, cut = bounded(START, updates([[0.0] * 3] * 3))
+    assert not cut and all(torch.equal(u.state["w"], START["w"]) for u in nobody.values())
+
+
+@pytest.mark.parametrize("wrong, words", [({"mean": "mode"}, "mean must be one of mean, median, trimmed, got 'mode'"), ({"mean": "trimmed", "trim": 0.5}, r"trim must be in \[0, 0.5\), got 0.5")])
+def test_what_is_refused(wrong, words):
+    with pytest.raises(ValueError, match=words):
+        robust_mean(START, updates([[1.0, 1.0, 1.0]]), **wrong)
+
+
+def lying(model, recipe, state, client, number):
+    """Three of ten send the step of a client, ten times and backwards."""
+    update = train_client(model, recipe, state, client, number)
+    if int(client.id.rpartition("-")[2]) >= 3:
+        return update
+    lie = {k: state[k] - 10 * (t - state[k]) if t.is_floating_point() else t for k, t in update.state.items()}
+    lie = {k: t.abs() if k.endswith("running_var") else t for k, t in lie.items()}
+    return update._replace(state=lie)
+
+
+def accuracy_after(work, mean, rounds=8):
+    from fedl2p.digits import accuracy, digits_federation, small_cnn
+
+    clients = digits_federation(5, 0, size=40).pretraining[:10]
+    clients = [replace(c, id=f"c-{i}") for i, c in enumerate(clients)]
+    model = small_cnn(width=4)
+    start = {name: t.detach().clone() for name, t in (*model.named_parameters(), *model.named_buffers())}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rounds = fedavg(work, model, Recipe(epochs=2), start, clients, rounds, 1.0, 0, Runner(0), mean=mean)
+        *_, last = rounds
+    for name, t in (*model.named_parameters(), *model.named_buffers()):
+        t.data.copy_(last.state[name])
+    tests = sum([c.test for c in clients[1:]], start=clients[0].test)
+    return accuracy(model.eval(), tests.x, tests.y)
+
+
+def test_thirty_percent_liars():
+    """Plain averaging is ruined by them; a median keeps most of what honest clients reach."""
+    honest, ruined, saved = accuracy_after(train_client, None), accuracy_after(lying, None), accuracy_after(lying, partial(robust_mean, mean="median"))
+    assert honest > 0.4 and ruined < 0.3 and saved > ruined + 0.15
+
+
+@pytest.mark.slow
+def test_what_robust_means_save_and_cost():
+    """The table: accuracy of ten honest clients, and with three liars among them."""
+    means = {"plain": None, **{m: partial(robust_mean, mean=m) for m in MEANS}}
+    found = {name: (accuracy_after(train_client, mean, 12), accuracy_after(lying, mean, 12)) for name, mean in means.items()}
+    print({name: tuple(round(v, 3) for v in pair) for name, pair in found.items()})
+    assert min(found["median"][1], found["trimmed"][1]) > found["plain"][1] + 0.2
+    assert min(found["median"][0], found["trimmed"][0]) > found["plain"][0] - 0.1
+
+
+@pytest.mark.filterwarnings("ignore:no round had", "ignore:steps more than")
+@pytest.mark.parametrize("mean", ["median", "trimmed"])
+def test_meta_nets_are_learned_by_a_robust_mean(mean):
+    learner = FedL2P(network(), replace(QUICK, mean=mean, rounds=1)).fit(seen(), runner=Runner(0))
+    plain = FedL2P(network(), replace(QUICK, rounds=1)).fit(seen(), runner=Runner(0))
+    assert not any(r["failed"] for r in learner.history)
+    assert any(not torch.equal(learner.last[k], t) for k, t in plain.last.items())
