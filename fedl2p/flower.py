@@ -304,7 +304,8 @@ class Nodes:
                     self.refused.add(node)
                     warn(f"node {node} is left out: {outcome.failure.reason}")
                 else:
-                    self.unheard[node] = outcome.failure
+                    late = outcome.failure.kind == "late"  # after a wait that may have been shorter than for work
+                    self.unheard[node] = outcome.failure._replace(reason="did not answer") if late else outcome.failure
         return {self.known[node][0].id: node for node in online if node in self.known}
 
     def _exchange(self, kind: str, contents: dict[int, dict], wait: float | None = None) -> dict[int, Message]:
