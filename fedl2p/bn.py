@@ -9,14 +9,14 @@ __all__ = ['Mode', 'MODES', 'batch_statistics', 'normalize', 'mix', 'MixBatchNor
 # %% ../nbs/00_bn.ipynb #a7023b72
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
+from copy import copy, deepcopy
 from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .core import require_choice
+from .core import log, require_choice
 
 # %% ../nbs/00_bn.ipynb #7983b515
 def batch_statistics(
@@ -105,6 +105,7 @@ class MixBatchNorm(nn.Module):
     running_var: Tensor
     num_batches_tracked: Tensor
     beta: Tensor
+    plain: tuple[_BatchNorm, ...] = () # the layer that it stands for, without its tensors, see `fedl2p.shipping`
 
     def __init__(
         self,
@@ -204,13 +205,16 @@ def _mixing(layer: _BatchNorm, name: str) -> MixBatchNorm:
     new.weight, new.bias = layer.weight, layer.bias
     new.pretrained_mean, new.pretrained_var = cast(Tensor, layer.running_mean), cast(Tensor, layer.running_var)
     new._modules.update(layer._modules)
+    shell = copy(layer)
+    shell._parameters, shell._buffers, shell._modules = {}, {}, {}
+    new.plain = (shell,)  # in a tuple, so that it is no child of the layer
     return new.train(layer.training)
 
 
 def mix_bn(
     model: nn.Module, # any model; it is not changed
     beta: float | Sequence[float] | Tensor | None = None, # None is 0 for new mixing layers: predictions stay
-    verbose: bool = True, # print how many layers mix
+    verbose: bool = True, # say how many layers mix, by the logger `fedl2p`
 ) -> nn.Module: # a copy with B mixing layers
     "A copy of `model` whose batch norms mix, with their running statistics frozen as the pretrained ones."
     done, left = {}, set()
@@ -230,7 +234,7 @@ def mix_bn(
     mixed = convert(deepcopy(model), "")
     if verbose:
         stay = f", {len(left)} without running statistics stay" if left else ""
-        print(f"mix_bn: {len(bn_layers(mixed))} batch-norm layers mix{stay}")
+        log(f"mix_bn: {len(bn_layers(mixed))} batch-norm layers mix{stay}")
     return mixed if beta is None else set_beta(mixed, beta)
 
 # %% ../nbs/00_bn.ipynb #7f36c5fa

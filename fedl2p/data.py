@@ -94,10 +94,14 @@ def make_client(
     domain: str = "", # the kind of its data
     seed: int = 0, # seed of the splits
     share: float = 0.2, # share of the samples for the test, and of the rest for validation
+    val_share: float | None = None, # share of the rest for validation; None is the same as for the test
 ) -> Client:
     "A client with its samples split into training, validation and test."
+    if not isinstance(data, Data):
+        raise ValueError(f"data must be Data, got {type(data).__name__}; fedl2p.loaders.client_from takes datasets, "
+                         "arrays and files")
     rest, test = split(data, share, generator(seed, "test split", id))
-    train, val = split(rest, share, generator(seed, "validation split", id))
+    train, val = split(rest, share if val_share is None else val_share, generator(seed, "validation split", id))
     return Client(id, train, val, test, domain)
 
 # %% ../nbs/01_data.ipynb #be0b06f2

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['Weights', 'Hyper', 'Loss', 'HVP', 'HVPS', 'Solver', 'SOLVERS', 'dots', 'dot', 'add', 'add_', 'times', 'gradient',
-           'Descent', 'descend', 'Curvature', 'curvature', 'unrolled', 'NeumannDiverges', 'ift', 'fomaml']
+           'Descent', 'descend', 'Curvature', 'NoSecondDerivative', 'curvature', 'unrolled', 'NeumannDiverges', 'ift',
+           'fomaml']
 
 # %% ../nbs/library/hypergrad.ipynb #b795b12a
 import math
@@ -172,6 +173,29 @@ def _differences(
 
     return Curvature(lambda: (here or gradient(loss, weights, hyper, name))[0], product)
 
+# %% ../nbs/library/hypergrad.ipynb #a4f62385
+class NoSecondDerivative(RuntimeWarning):
+    "An operation of the network cannot be differentiated twice."
+
+
+def _exact_or_central(loss: Loss, weights: Weights, hyper: Hyper, name: str) -> Curvature:
+    "Exact products, or central differences from the first product on that an operation does not allow."
+    exact, instead = _exact(loss, weights, hyper, name), list[Curvature]()
+
+    def product(v: Weights) -> tuple[Weights, Hyper]:
+        if not instead:
+            try:
+                return exact.product(v)
+            except RuntimeError as error:  # NotImplementedError is one, too
+                if "derivative" not in str(error) and "double backward" not in str(error):
+                    raise
+                warnings.warn(f"differences of gradients take the place of second derivatives ({error}); "
+                              "hvp='central' asks for them at once", NoSecondDerivative, stacklevel=4)
+                instead.append(_differences(loss, weights, hyper, name, True, None))
+        return instead[0].product(v)
+
+    return Curvature(exact.gradient, product)
+
 # %% ../nbs/library/hypergrad.ipynb #0bbd1a7b
 HVP = Literal["exact", "central", "forward"]  # differentiate twice, or two-sided or one-sided differences of gradients
 HVPS = get_args(HVP)
@@ -188,7 +212,7 @@ def curvature(
     "Products of vectors with second derivatives of a loss, without forming them."
     require_choice("hvp", hvp, HVPS)
     if hvp == "exact":
-        return _exact(loss, weights, hyper, name)
+        return _exact_or_central(loss, weights, hyper, name)
     return _differences(loss, weights, hyper, name, hvp == "central", radius)
 
 # %% ../nbs/library/hypergrad.ipynb #3812d038

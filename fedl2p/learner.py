@@ -10,10 +10,10 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, NotRequired, TypedDict
+from typing import NamedTuple, NotRequired, TypedDict, cast
 
 import torch
 from torch import nn
@@ -37,24 +37,41 @@ from fedl2p.client import (
 from fedl2p.core import (
     Json,
     State,
+    Table,
     claimed,
     device_of,
     generator,
     header_entry,
     load_tensors,
+    log,
+    markdown,
+    require,
     require_full_precision,
     warn,
     write_file,
 )
 from .data import Client, Data, check
+from .explain import Explanation
 from .federated import FedAdam, Round, fedavg, run_round, sample
-from .finetune import as_module, finetune
-from .metanet import POLICY, MetaNets
+from .finetune import LossFunction, as_module, finetune, loss_name, with_loss
+from .metanet import POLICY, MetaNets, signature
 from .robust import robust_mean
 from .runner import Runner, Task, bar
 from .selector import SELECTOR, Selector
+from .shipping import fold_bn
 from .strategy import Strategy
 from .trials import learn_to_choose, run_trials
+from .watch import Watch
+from fedl2p.worth import (
+    Comparison,
+    Metric,
+    accuracy_metric,
+    compare_clients,
+    estimate,
+    gained,
+    look_at_some,
+    trial_record,
+)
 
 # %% ../nbs/11_learner.ipynb #ad3b7633
 class FedL2P:
@@ -64,9 +81,10 @@ class FedL2P:
         self,
         model: nn.Module, # pretrained; it is not changed
         config: Config = Config(),  # noqa: B008, frozen
+        loss: LossFunction | None = None, # of outputs [N, classes] and labels [N], their mean; None is cross-entropy
     ):
         require_full_precision(model)
-        self.model = model if bn_layers(model) else mix_bn(model, verbose=False)
+        self.model = with_loss(model if bn_layers(model) else mix_bn(model, verbose=False), loss)
         self.config, self.history = config, list[Json]()
         self.metanets = untrained(self.model, config)
         self.last = State()  # lambda after the last round, which need not be the best
@@ -77,11 +95,17 @@ class FedL2P:
         clients: Sequence[Client], # who learn together
         folder: str | Path | None = None, # keeps checkpoint.safetensors and rounds.jsonl, and goes on from them
         runner: Runner = Runner(progress=bar),  # noqa: B008, frozen; who does the clients' work
+        watch: Sequence[Watch] = (), # called with the record of the trials, and of each round: see `fedl2p.watch`
     ) -> "FedL2P": # itself, with the best meta-nets
-        "Learn the meta-nets from their start (Algorithm 1), or from where the folder has them."
+        "Learn the meta-nets from their start (Algorithm 1), or from where the folder has them; rounds may be more now."
         with claimed(Path(folder)) if folder is not None else nullcontext():
-            _fit(self, clients, None if folder is None else Path(folder), runner)
+            _fit(self, clients, None if folder is None else Path(folder), runner, watch)
         return self
+
+    @property
+    def gained(self) -> Table:
+        "What `fit` gained over the best plain strategy of its trials, on the seen clients, by validation."
+        return gained(self.chosen, self.history)
 
     def strategy(
         self,
@@ -90,16 +114,33 @@ class FedL2P:
         "How this client should fine-tune: one forward pass over its data."
         data, id = self._samples(client)
         with torch.no_grad():
-            return policy(self.metanets, personal_profile(self.model, self.config, data, id), self.config)
+            made = policy(self.metanets, personal_profile(self.model, self.config, data, id), self.config)
+        return _frozen_by_hand(self.model, made)
+
+    def explain(
+        self,
+        client: Client | Data, # a client, or the samples that it fine-tunes on
+    ) -> Explanation: # a table, and a picture by its `plot`
+        "What this client will do, layer by layer, beside the common strategy."
+        data, id = self._samples(client)
+        known, words, own = personal_profile(self.model, self.config, data, id), "", self.strategy(client)
+        with torch.no_grad():
+            if isinstance(self.metanets, Selector):
+                words = str(self.metanets.choice(known))
+                common = self.metanets.refined(self.metanets.candidates[int(self.metanets.common.argmax())])
+            else:
+                common = policy(untrained(self.model, self.config), known, self.config)
+        return Explanation(id, own, _frozen_by_hand(self.model, common), signature(self.model), words)
 
     def personalize(
         self,
         client: Client | Data, # a client, or the samples that it fine-tunes on
-    ) -> nn.Module: # an ordinary module, in evaluation mode
-        "The model, fine-tuned for this client."
+    ) -> nn.Module: # an ordinary module with ordinary batch norms, in evaluation mode
+        "The model, fine-tuned for this client; it runs without this package (see `fedl2p.shipping`)."
         data, id = self._samples(client)
         numbers = generator(self.config.seed, "personalize", id)
-        return as_module(self.model, finetune(self.model, self.strategy(client), data, self.config.tuning, numbers))
+        tuned = finetune(self.model, self.strategy(client), data, self.config.tuning, numbers)
+        return fold_bn(as_module(with_loss(self.model, None), tuned))
 
     def score(
         self,
@@ -108,6 +149,26 @@ class FedL2P:
     ) -> list[Result]: # results of those that did not fail
         "Test accuracy of each client, personalized; one that fails is left out with a warning."
         return score_all(score_policy, self.model, self.config, self.metanets.state_dict(), clients, runner)
+
+    def compare(
+        self,
+        clients: Sequence[Client], # seen or not
+        rates: Sequence[float] = (0.1, 0.01, 0.001), # from which each plain method chooses, by validation
+        metric: Metric = accuracy_metric, # of outputs [N, classes] and labels [N]; the larger the better
+        title: str = "accuracy (%)", # of the metric
+        runner: Runner = Runner(progress=bar),  # noqa: B008, frozen; who does the clients' work
+    ) -> Comparison:
+        "This policy beside plain fine-tuning, on the test samples of some clients."
+        state = dict(self.metanets.state_dict())
+        return compare_clients(self.model, self.config, state, clients, rates, metric, title, runner)
+
+    def __repr__(self) -> str:
+        names, learned = signature(self.model), "not fitted or loaded from a file"
+        if self.chosen or self.history:
+            looks = "; it looks at each client" if self.chosen.get("looks") else ""
+            learned = f"fitted, {len(self.history)} rounds{looks}"
+        return (f"FedL2P(model of {len(names.bn_layers)} batch norms and {len(names.tensors)} tensors, "
+                f"start={self.config.start!r}, {learned})")
 
     def save(
         self,
@@ -121,6 +182,7 @@ class FedL2P:
         cls,
         model: nn.Module, # that the policy was learned for
         path: str | Path, # file by `save`
+        loss: LossFunction | None = None, # that it was learned with; None is cross-entropy
     ) -> "FedL2P":
         "A policy from a file; if the model's weights are not those that it was learned for, it warns."
         _, header = load_tensors(path, POLICY, SELECTOR)
@@ -130,7 +192,7 @@ class FedL2P:
             config = Config(**{name: value for name, value in upgraded(stored).items() if name in known})
         except ValueError as error:
             raise ValueError(f"{path} has a configuration that cannot be used: {error}") from error
-        policy = cls(model, config)
+        policy = cls(model, config, loss)
         policy.metanets = (Selector if header["format"] == SELECTOR else MetaNets).load(path, policy.model)
         if header.get("model", fingerprint(policy.model)) != fingerprint(policy.model):
             warn(f"{path} was learned for other weights of this model; its strategies may not fit")
@@ -142,6 +204,12 @@ class FedL2P:
         data = data.to(device_of(self.model))
         check(Client(id, data, data[:0], data[:0]), self.model, ["train"])
         return data, id
+
+
+def _frozen_by_hand(model: nn.Module, strategy: Strategy) -> Strategy:
+    "A strategy that shows rate 0 for tensors that cannot move."
+    moves = strategy.eta.new_tensor([float(w.requires_grad) for w in model.parameters()])
+    return replace(strategy, eta=strategy.eta * moves)
 
 # %% ../nbs/11_learner.ipynb #94679742
 def _record(r: Round) -> Json:
@@ -169,6 +237,7 @@ class Course(NamedTuple):
     history: list[Json] # records of the rounds, the last of them without learning
     moments: State = {} # of the server's optimiser, if it has one
     chosen: Json = {} # what looking at the client gained in trials, see `learn_to_choose`
+    answer: State = {} # lambda to return, if it is not the best of the rounds
 
     def after(self, r: Round, keep: Keep, final: bool = False) -> "Course":
         """One round later. The losses of a round are those of the lambda that was sent out, or, with keep="after",
@@ -185,6 +254,11 @@ class Course(NamedTuple):
         "Whether the last lambda is judged."
         return bool(self.history) and self.history[-1].get("final", False)
 
+    def reopened(self, rounds: int, patience: int) -> "Course":
+        "The course before its last lambda was judged, if there are now to be more rounds."
+        before = self._replace(history=self.history[:-1], answer={})
+        return before if self.over and len(before.history) < rounds and not before.tired(patience) else self
+
     def tired(self, patience: int) -> bool:
         "Was the lowest loss too long ago?"
         losses = list(map(_loss, self.history))
@@ -196,7 +270,7 @@ def _keep(folder: Path | None, settings: Json, course: Course) -> None:
     if folder is None:
         return
     # Copies: the best may be the last, and the file holds each tensor by its own name.
-    states = {"now": course.now, "best": course.best, "moments": course.moments}
+    states = {"now": course.now, "best": course.best, "moments": course.moments, "answer": course.answer}
     tensors = {f"{k}.{name}": t.clone() for k, state in states.items() for name, t in state.items()}
     info = {"rounds": course.history, "chosen": course.chosen}
     save_checkpoint(folder / "checkpoint.safetensors", settings, tensors, info)
@@ -220,17 +294,22 @@ class _Info(TypedDict):
 
 
 def _restore(folder: Path | None, settings: Json, device: torch.device, like: State) -> Course | None:
-    "The course in a folder, if there is one."
+    "The course in a folder, if there is one; it may have been written by a run with fewer rounds."
+    def now_called(stored: Json) -> Json:
+        stored = upgraded(stored)
+        return stored | {"rounds": max(stored["rounds"], settings["rounds"])}
+
     path = None if folder is None else folder / "checkpoint.safetensors"
-    if (checkpoint := load_checkpoint(path, settings, upgraded, _Info)) is None:
+    if (checkpoint := load_checkpoint(path, settings, now_called, _Info)) is None:
         return None
     tensors, info = checkpoint
-    now, best, moments = ({name.removeprefix(k): t.to(device) for name, t in tensors.items() if name.startswith(k)}
-                          for k in ("now.", "best.", "moments."))
+    now, best, moments, answer = ({name.removeprefix(k): t.to(device) for name, t in tensors.items()
+                                   if name.startswith(k)} for k in ("now.", "best.", "moments.", "answer."))
     shapes = {name: t.shape for name, t in like.items()}
     if any({name: t.shape for name, t in state.items()} != shapes for state in (now, best)):
         raise ValueError(f"{path} holds other tensors than lambda has; delete the file to start from the beginning")
-    return Course(now, best, info["rounds"], moments, info.get("chosen", {}))
+    course = Course(now, best, info["rounds"], moments, info.get("chosen", {}), answer)
+    return course.reopened(settings["rounds"], settings["patience"])
 
 
 def _standardise(learner: FedL2P, clients: Sequence[Client], runner: Runner) -> None:
@@ -263,7 +342,8 @@ def _start(learner: FedL2P, clients: Sequence[Client], folder: Path | None, runn
     if config.start == "constant":
         return state, {}
     tried = run_trials(learner.model, config, clients, runner, folder and folder / "trials")
-    return learn_to_choose(learner.model, config, state, tried, runner if runner.transport else Runner(0))
+    state, found = learn_to_choose(learner.model, config, state, tried, runner if runner.transport else Runner(0))
+    return state, trial_record(state, tried, cast(Selector, learner.metanets).candidates, found)
 
 
 def _if_it_helps(learner: FedL2P, course: Course, clients: Sequence[Client], runner: Runner) -> Course:
@@ -274,9 +354,9 @@ def _if_it_helps(learner: FedL2P, course: Course, clients: Sequence[Client], run
     reports = run_round(course.best, tasks, number, runner).reports.values()
     gains = torch.tensor([report["start_loss"] - report["val_loss"] for report in reports], dtype=torch.float64)
     gain, error = (gains.mean().item(), (gains.std() / len(gains) ** 0.5).item()) if len(gains) > 1 else (0.0, 0.0)
-    best = course.best if gain > error else dict(untrained(model, config, course.best).state_dict())
+    answer = course.best if gain > error else dict(untrained(model, config, course.best).state_dict())
     last = course.history[-1] | {"refined": gain > error, "gain": gain, "error": error}
-    return course._replace(best=best, history=[*course.history[:-1], last])
+    return course._replace(answer=answer, history=[*course.history[:-1], last])
 
 
 def _rounds(learner: FedL2P, course: Course, clients: Sequence[Client], runner: Runner) -> Iterator[Course]:
@@ -299,24 +379,65 @@ def _rounds(learner: FedL2P, course: Course, clients: Sequence[Client], runner: 
         yield _if_it_helps(learner, course, clients, runner) if config.start == "trials" else course
 
 
-def _fit(learner: FedL2P, clients: Sequence[Client], folder: Path | None, runner: Runner) -> None:
+def _fit(
+    learner: FedL2P, clients: Sequence[Client], folder: Path | None, runner: Runner, watch: Sequence[Watch]
+) -> None:
     "What `FedL2P.fit` does."
     model, config = learner.model, learner.config
-    who = fingerprint(model, untrained(model, config), *sorted(clients, key=lambda c: c.id))
-    settings = {**asdict(config), "model and clients": who}
+    require(len(clients) > 0, "the number of clients", ">= 1", 0)
+    talks = runner.progress is bar  # who watches a bar wants to know what it is for
+    settings = asdict(config) | ({"loss": name} if (name := loss_name(model)) else {})
+    if folder is not None:  # otherwise nobody asks, and lazy clients need not be read for it
+        by_id = sorted(clients, key=lambda c: c.id)
+        settings["model and clients"] = fingerprint(model, untrained(model, config), *by_id)
     course = _restore(folder, settings, device_of(model), untrained(model, config).state_dict())
     learner.metanets = untrained(model, config, course.now if course else None)  # a second call starts anew
     if course is None:
+        if talks:
+            _announce(learner, clients, runner)
         state, chosen = _start(learner, clients, folder, runner)
         course = Course(state, state, [], chosen=chosen)
         if config.start == "trials":
             _keep(folder, settings, course)
+            _tell(watch, {"stage": "trials", **chosen})
     for course in _rounds(learner, course, clients, runner) if config.rounds else ():  # noqa: B020, one course later
         _keep(folder, settings, course)
+        _tell(watch, course.history[-1])
+    if course.history and not any(r["clients"] for r in course.history):
+        reasons = [reason for r in course.history for reason in r["failed"].values()]
+        raise RuntimeError(f"no client answered in any round, so nothing was learned; the first said: {reasons[:1]}")
     learner.history, learner.last, learner.chosen = course.history, course.now, course.chosen
     start = untrained(model, config, course.now).state_dict()
-    learner.metanets.load_state_dict(course.best)
+    learner.metanets.load_state_dict(course.answer or course.best)
+    if talks:
+        _conclude(learner, clients, runner)
     kept, still = (all(torch.equal(lam[k], t) for k, t in start.items()) for lam in (course.best, course.now))
     if kept and not still and config.start == "constant":
         warn("no round had a lower validation loss than the first, so the meta-nets are returned as they started; "
              "try more rounds, or a larger fraction of clients in each")
+
+# %% ../nbs/11_learner.ipynb #cc5b9875
+def _announce(learner: FedL2P, clients: Sequence[Client], runner: Runner) -> None:
+    "Say what learning will cost, and what it cannot learn."
+    if not bn_layers(learner.model):
+        log("the model has no batch norms with running statistics: learning rates are all that can be learned")
+    if cost := estimate(learner.model, learner.config, clients, runner):
+        log(cost)
+
+
+def _tell(watch: Sequence[Watch], record: Json) -> None:
+    "Call those who watch."
+    loss = record.get("val_loss")
+    at = f"round {record['round']}: validation loss {loss}" if "round" in record else f"trials: {record}"
+    log(at, shown=False)
+    for function in watch:
+        function(record)
+
+
+def _conclude(learner: FedL2P, clients: Sequence[Client], runner: Runner) -> None:
+    "Say what learning gained, and warn of models that are of no use."
+    log(markdown(learner.gained))
+    if runner.transport is None:
+        state = dict(learner.metanets.state_dict())
+        for fault in look_at_some(learner.model, learner.config, state, clients, runner):
+            warn(fault)

@@ -18,7 +18,16 @@ from torch.nn import functional as F
 from .bn import Mode, beta_buffers, bn_mode
 from .core import State, evaluating, require, require_choice, seeded
 from .data import Data, split_batches
-from .finetune import Tuning, client_buffers, loss_on, precise_statistics, same_masks, step_batches, tunable_eta
+from fedl2p.finetune import (
+    Tuning,
+    client_buffers,
+    loss_of,
+    loss_on,
+    precise_statistics,
+    same_masks,
+    step_batches,
+    tunable_eta,
+)
 from .hypergrad import descend
 from .strategy import Strategy, eta_by_name
 
@@ -158,11 +167,12 @@ def judge_race(
         loss, right = beta.new_zeros(()), beta.new_zeros(())
         for part in split_batches(torch.arange(len(held)), batch_size):
             out, y = functional_call(model, state, (held.x[part],)), held.y[part]
-            loss = loss + F.cross_entropy(out, y, reduction="sum")
+            plain = measure is F.cross_entropy
+            loss = loss + (F.cross_entropy(out, y, reduction="sum") if plain else measure(out, y) * len(y))
             right = right + (out.argmax(1) == y).sum()
         return loss / len(held), right
 
-    names = list(beta_buffers(model, race.beta[0]))
+    names, measure = list(beta_buffers(model, race.beta[0])), loss_of(model)
     with evaluating(model), bn_mode(model, bn):
         loss, right = _each(score, engine, model)(race.weights, race.buffers, race.beta)
     return torch.where(loss.isfinite(), loss, math.nan), right * loss.isfinite()

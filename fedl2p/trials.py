@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from .bn import Mode
 from .checkpoint import fingerprint
@@ -25,6 +26,7 @@ from .client import Config, profile_of
 from .core import Json, State, device_of, evaluating, generator, load_tensors, save_tensors, warn
 from .data import Client, Data, check, split_batches
 from .federated import FedAdam, Update, fedavg, run_round
+from .finetune import loss_name, loss_of
 from .many import Race, judge_race, run_race, start_race
 from .metanet import signature
 from .runner import Runner, Task
@@ -82,6 +84,14 @@ def _split(data: Data, config: Config, number: int, id: str) -> tuple[Data, Data
     return data[order[n:]], data[order[:n]]
 
 
+def _guess(model: nn.Module, data: Data) -> float:
+    "The loss of a guess: equal scores for all classes."
+    classes = model(data.x[:2]).shape[1]
+    if loss_of(model) is F.cross_entropy:
+        return math.log(classes)
+    return loss_of(model)(data.x.new_zeros(len(data), classes), data.y).item()
+
+
 def trial_losses(
     model: nn.Module, # pretrained, as returned by `mix_bn`
     config: Config, # how long to fine-tune, how many splits, whether bad candidates stop early
@@ -94,7 +104,7 @@ def trial_losses(
     heats: list[list[_Heat]] = [[] for _ in splits]
     light = len(alive) * len(splits) * sum(p.numel() for p in model.parameters()) <= ROOM
     with torch.no_grad(), evaluating(model):
-        worst = 2 * math.log(model(data.x[:2]).shape[1])
+        worst = 2 * _guess(model, data)
     means: list[dict[int, float]] = []  # of those that took part in each rung
     for epoch in rungs(config):
         found: list[dict[int, float]] = []
@@ -141,7 +151,7 @@ def kept_file(
 ) -> Path: # another one for other weights, samples or settings
     "The file of a client's trials."
     settings = json.dumps([getattr(config, name) for name in _MATTERS])
-    name = hashlib.sha256(f"{KEPT} {client.id} {settings} {fingerprint(model, client)}".encode()).hexdigest()[:32]
+    name = hashlib.sha256(f"{KEPT} {client.id} {settings} {fingerprint(model, client)}{loss_name(model)}".encode()).hexdigest()[:32]
     return folder / f"{name}.safetensors"
 
 

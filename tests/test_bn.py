@@ -124,7 +124,7 @@ def test_modes():
 def test_without_running_statistics_a_layer_stays(training, capsys):
     plain = nn.Sequential(nn.BatchNorm2d(2, track_running_stats=False), nn.BatchNorm2d(2)).train(training)
     mixed = mix_bn(plain, beta=float(training))
-    assert capsys.readouterr().out == "mix_bn: 1 batch-norm layers mix, 1 without running statistics stay\n"
+    assert capsys.readouterr().err == "mix_bn: 1 batch-norm layers mix, 1 without running statistics stay\n"
     assert list(bn_layers(mixed)) == ["1"]
     close(mixed(x := images()), plain(x))
 
@@ -310,7 +310,7 @@ def test_conversion_keeps_predictions(make, capsys):
     dims = make()[0].weight.dim() - 2
     plain = trained(make(), images(dims)).eval()
     mixed = mix_bn(plain)
-    assert capsys.readouterr().out == "mix_bn: 2 batch-norm layers mix\n"
+    assert capsys.readouterr().err == "mix_bn: 2 batch-norm layers mix\n"
     assert not mixed.training and list(bn_layers(mixed)) == ["1", "3.1"]
     assert not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in mixed.modules())
     close(mixed(x := images(dims)), plain(x))
@@ -361,7 +361,7 @@ def test_lazy_layers():
 def test_no_batch_norm_is_fine(capsys):
     plain = nn.Sequential(nn.Conv2d(2, 3, 3), nn.GroupNorm(1, 3), nn.InstanceNorm2d(3))
     mixed = mix_bn(plain)
-    assert capsys.readouterr().out == "mix_bn: 0 batch-norm layers mix\n"
+    assert capsys.readouterr().err == "mix_bn: 0 batch-norm layers mix\n"
     assert beta_buffers(mixed, 0.5) == {} and beta_buffers(mixed, torch.zeros(0)) == {}
     close(mixed(x := images()), plain(x))
 

@@ -10,14 +10,14 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "fedl2p"
 LEVELS = [
     "core",
-    "bn data convolution hypergrad measure",
-    "profile digits",
-    "strategy metanet selector",
+    "bn data convolution hypergrad measure shapes",
+    "loaders profile digits",
+    "watch shipping strategy metanet selector explain",
     "finetune many",
     "runner checkpoint federated robust",
     "pretraining client",
-    "trials learner",
-    "analysis clusters cost",
+    "trials cost worth learner",
+    "analysis clusters",
     # Nothing before the studies may import them, since they come later.
     "flower " + " ".join(f"studies.{m}" for m in "files corruptions models published datasets settings runs tables demo simulation".split()),
     "report cli",

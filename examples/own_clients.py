@@ -1,0 +1,61 @@
+"""From a folder of images to a personalized model that ships: `python examples/own_clients.py [FOLDER]`.
+
+FOLDER holds <domain>/<class>/<image>; without it, images are drawn: seven shapes in four looks. Copy and change what you need.
+"""
+
+import sys
+from pathlib import Path
+from tempfile import mkdtemp
+
+import torch
+from torch import nn
+
+from fedl2p import Client, Config, FedL2P
+from fedl2p.loaders import ToTensor, class_names, clients_from_folder, data_from_files, images_in
+from fedl2p.shapes import write_shapes
+from fedl2p.shipping import ship
+
+
+def network(classes: int) -> nn.Module:
+    """Your network goes here: anything with batch norms, best with pretrained weights."""
+    def block(before: int, after: int) -> list[nn.Module]:
+        return [nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
+
+    return nn.Sequential(*block(3, 16), *block(16, 32), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, classes))
+
+
+def pretrain_on(model: nn.Module, files: list[Path], classes: list[str], look: ToTensor) -> nn.Module:
+    """Your pretraining goes here."""
+    data, optimizer = data_from_files(files, classes, look, lazy=False), torch.optim.Adam(model.parameters(), 0.01)
+    for _ in range(15):
+        for part in torch.randperm(len(data)).split(32):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(data.x[part]), data.y[part]).backward()
+            optimizer.step()
+    return model.eval()
+
+
+def main(folder: Path | None = None) -> None:
+    torch.manual_seed(0)
+    out = Path(mkdtemp())
+    root = folder or write_shapes(out / "shapes")
+    look, classes = ToTensor(size=16), class_names(root)
+    first = images_in(root / "photo") if folder else images_in(write_shapes(out / "more", each=30, seed=1) / "photo")
+    model = pretrain_on(network(len(classes)), first, classes, look)
+
+    clients: list[Client] = clients_from_folder(root, look, clients_each=3)  # three of each look; read when it is their turn
+    newcomers = clients[2::3]
+    policy = FedL2P(model, Config(epochs=5)).fit([c for c in clients if c not in newcomers])
+    print(policy.gained.notes[-1])
+    print(policy.compare(newcomers, rates=(0.1, 0.01)))
+    policy.save(out / "policy.safetensors")
+
+    mine = newcomers[0]
+    print(policy.explain(mine))
+    ship(policy.personalize(mine), out / "mine.pt2", mine.test.x)  # runs where there is no fedl2p
+    program = torch.export.load(out / "mine.pt2").module()
+    print(f"{(program(mine.test.x).argmax(1) == mine.test.y).float().mean():.0%} right; files are in {out}")
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:2]))
