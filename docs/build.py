@@ -127,10 +127,10 @@ def gather() -> None:
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         (SOURCE / "api" / f"{name}.md").write_text(reference(path), encoding="utf-8")
     names = [f"api/{'.'.join(p.relative_to(ROOT).with_suffix('').parts)}" for p in modules]
-    trees += [toctree("Reference", names), toctree("More", ["flower", "changelog"])]
+    trees += [toctree("Reference", names), toctree("More", ["notation", "flower", "changelog"])]
     about = (NBS / "flower" / "README.md").read_text(encoding="utf-8")
     (SOURCE / "flower.md").write_text(about.replace("](../library/", "](library/"), encoding="utf-8")
-    for name in ("results", "changelog"):
+    for name in ("results", "notation", "changelog"):
         said = (HERE / f"{name}.md").read_text(encoding="utf-8")
         (SOURCE / f"{name}.md").write_text(said.replace("](../nbs/", "]("), encoding="utf-8")
     index = json.loads(page(NBS / "index.ipynb"))

@@ -100,7 +100,7 @@ def refusal(
     limits = f"it must be a number > 0 and <= {MAX_WEIGHT:g}"
     return None if 0 < weight <= MAX_WEIGHT else Failure("refused", f"sent weight {weight:g}; {limits}")
 
-
+# %% ../nbs/09_federated.ipynb #6315469b
 def run_round(
     state: State, # before the round
     tasks: Sequence[Task], # one for each client of the round

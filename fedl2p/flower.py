@@ -304,7 +304,8 @@ class Nodes:
                     self.refused.add(node)
                     warn(f"node {node} is left out: {outcome.failure.reason}")
                 else:
-                    self.unheard[node] = outcome.failure
+                    late = outcome.failure.kind == "late"  # after a wait that may have been shorter than for work
+                    self.unheard[node] = outcome.failure._replace(reason="did not answer") if late else outcome.failure
         return {self.known[node][0].id: node for node in online if node in self.known}
 
     def _exchange(self, kind: str, contents: dict[int, dict], wait: float | None = None) -> dict[int, Message]:
@@ -455,10 +456,13 @@ _START = 600.0  # seconds in which the processes of a simulation must have start
 
 
 def _start_ray(workers: int) -> None:
-    "Start Ray, again and again on a busy machine: it gives itself 30 s, which cannot be changed."
+    "Start Ray, again and again on a busy machine: it gives one of its processes 30 s, which cannot be changed."
     import ray
+    from ray._private import ray_constants
 
-    end = time.monotonic() + _START
+    end, handler = time.monotonic() + _START, signal.getsignal(signal.SIGTERM)
+    if hasattr(ray_constants, "RAY_DASHBOARD_STARTUP_TIMEOUT_S"):  # and another one 60 s, which can
+        ray_constants.RAY_DASHBOARD_STARTUP_TIMEOUT_S = int(_START)
     paths = os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")])  # as Flower would do
     while not ray.is_initialized():
         try:
@@ -468,6 +472,8 @@ def _start_ray(workers: int) -> None:
             ray.shutdown()
             if time.monotonic() > end:
                 raise RuntimeError(f"the processes of the simulation do not start in {_START:g} s ({error})") from error
+    if threading.current_thread() is threading.main_thread() and handler is not None:
+        signal.signal(signal.SIGTERM, handler)  # Ray has put its own there
 
 
 @contextmanager
@@ -511,9 +517,10 @@ def simulate(
     log.setLevel(logging.ERROR)
     try:
         # The second is what ray will do by default, and warns about until then.
-        with _environment(RAY_USAGE_STATS_ENABLED="0", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0"), _on_stop(over):
+        with _environment(RAY_USAGE_STATS_ENABLED="0", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0"):
             _start_ray(workers or cores())
-            run_simulation(server, app, nodes, backend_config=backend)
+            with _on_stop(over):
+                run_simulation(server, app, nodes, backend_config=backend)
     except RuntimeError as error:
         if error.__cause__ is None:
             raise

@@ -61,7 +61,7 @@ class Deployed:
     settings = "nodes=2 pretraining-rounds=2 rounds=2 epochs=1 timeout=300.0"
 
     def run(self, out, seconds=None):
-        from test_flower_processes import Deployment, ours, tool
+        from test_flower_deployment import Deployment, ours, tool
 
         home = Path(tempfile.mkdtemp())
         deployment = Deployment(home)

@@ -11,9 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-import torch
 from processes import INTERRUPTIBLE, alive
-from safetensors.torch import load_file
 
 from fedl2p.cli import main
 from fedl2p.client import Config
@@ -80,9 +78,8 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_numbers(unbroken, tmp_path)
     assert not any(f"{title}: {n}/6" in log for n in range(rounds_before + 1))  # rounds that were done are not run again
     for name in RESULTS:
         assert (out / name).read_bytes() == (unbroken[0] / name).read_bytes(), name
-    for name in TENSORS:  # the order of a header differs from run to run, the tensors may not
-        ours, theirs = load_file(out / name), load_file(unbroken[0] / name)
-        assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours), name
+    for name in TENSORS:
+        assert (out / name).read_bytes() == (unbroken[0] / name).read_bytes(), name
     for method in PLAIN + LEARNED:
         ours, theirs = (json.loads((folder / CELLS / f"{method}-seed3.json").read_text()) for folder in (out, unbroken[0]))
         timed = {"seconds", "pretraining_seconds"}

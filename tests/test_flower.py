@@ -1,4 +1,4 @@
-"""The same federation on Flower: equal numbers, hostile and silent nodes, restarts. Nodes are calls here; test_flower_processes.py has processes."""
+"""The same federation on Flower: equal numbers, hostile and silent nodes, restarts. Nodes are calls here; test_flower_simulation.py and test_flower_deployment.py have processes."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ from federation import QUICK, TRIALS, fit, load, network, same, seen, stop_after
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict  # noqa: E402
 from grid import Here, lean  # noqa: E402
 
-from fedl2p.flower import WORK, Nodes, Privacy, _read, client_app  # noqa: E402
+from fedl2p.flower import WORK, Nodes, Privacy, _read, client_app, simulate  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:the lowest validation loss was that of the meta-nets at their start", "ignore:round")
 
@@ -356,6 +356,69 @@ def test_losses_of_trials_stay_on_their_nodes(tmp_path):
     again = Nodes(grid)  # the server starts from nothing: nodes remember, and do not try again
     assert same(fit(again, again.clients(10), TRIALS).metanets.state_dict(), here.metanets.state_dict())
     assert files == {p: p.stat().st_mtime_ns for p in (tmp_path / "kept").iterdir()}
+
+
+def test_trials_on_nodes_equal_the_loop_in_process(here):
+    """Trials, choosing, and a round of hypergradients."""
+    nodes, config = Nodes(here), replace(TRIALS, rounds=1)
+    there, plain = fit(nodes, nodes.clients(5), config), fit(None, seen(), config)
+    assert same(there.last, plain.last) and same(there.metanets.state_dict(), plain.metanets.state_dict())
+    assert there.history == lean(plain.history, "beta", "eta") and there.chosen == plain.chosen
+
+
+class Slow(Here):
+    """A grid on which the first node misses its first questions."""
+
+    misses = 2
+
+    def deliver(self, message):
+        if message.metadata.dst_node_id == 100 and self.misses:
+            self.misses -= 1
+            return None if self.misses else Message(Error(0, "busy"), reply_to=message)
+        return super().deliver(message)
+
+
+def test_a_node_that_misses_a_question_is_asked_again(here):
+    """It was left out for the whole run before, however long the server would have waited."""
+    nodes = Nodes(Slow(here.app))
+    assert len(nodes.clients(5, wait=60)) == 5 and not nodes.unheard
+
+
+def test_a_node_that_never_answers_is_named_with_its_reason(here):
+    grid = Slow(here.app)
+    grid.misses = 10**9
+    nodes = Nodes(grid)
+    with pytest.warns(RuntimeWarning, match="node 100 is left out: (did not answer|busy)"):
+        assert len(nodes.clients(5, wait=0.1)) == 4
+    alone = Slow(here.app, 1)
+    alone.misses = 10**9
+    with pytest.raises(RuntimeError, match="no node said who it is in 0.1 s; 1 were asked; the first: (busy|did not answer)"):
+        Nodes(alone).clients(1, 0.1)
+
+
+@pytest.mark.parametrize("workers", [-1, 0, 10**20, "two", 1.5])
+def test_a_simulation_says_what_is_wrong_with_its_workers(here, workers):
+    with pytest.raises(ValueError, match="^workers must be "):
+        simulate(len, here.app, 1, workers)
+
+
+def test_a_server_cannot_look_around_on_a_node(here, tmp_path):
+    """A model has a name of 16 letters; a path, be it absolute, is not even looked for."""
+    secret = tmp_path / "secret.safetensors"
+    secret.write_bytes(b"x")
+    asked = {"work": "learn", "settings": "{}", "round": 1}
+    answers = [here.deliver(Message(RecordDict({"arrays": ArrayRecord(), "config": ConfigRecord({**asked, "model": name})}), 100, "train")).error.reason for name in (str(secret.with_suffix("")), str(tmp_path / "nowhere"))]
+    assert all(reason.endswith("that is no name of a model") for reason in answers)
+
+
+def test_a_node_keeps_a_few_models_only(tmp_path):
+    from fedl2p.flower import _MODELS, _keep
+
+    for seed in range(_MODELS + 3):
+        _keep(small_cnn(width=4), tmp_path, ArrayRecord({k: Array(t.numpy()) for k, t in mix_bn(small_cnn(width=4, seed=seed), verbose=False).state_dict().items()}))
+    (tmp_path / "mine.safetensors").write_bytes(b"x")
+    last = fingerprint(mix_bn(small_cnn(width=4, seed=_MODELS + 2), verbose=False))
+    assert len(list(tmp_path.glob("*.safetensors"))) == _MODELS + 1 and (tmp_path / f"{last}.safetensors").exists()
 
 
 def test_a_node_that_forgot_its_trials_is_left_out(tmp_path):

@@ -176,8 +176,8 @@ def test_reading_changes_nothing(folder, tmp_path):
     assert sorted(copy.rglob("*")) == before
     damaged = next(copy.rglob("none-seed0.json"))
     damaged.write_text(damaged.read_text()[:50])
-    with pytest.raises(ValueError, match="none-seed0.json is damaged"):
-        write_report([copy])
+    with pytest.warns(RuntimeWarning, match="none-seed0.json is damaged"):
+        assert "none" not in {r["method"] for case in cases(copy) for r in case.records}  # the rest is shown
     assert sorted(copy.rglob("*")) == before
 
 

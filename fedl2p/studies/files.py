@@ -374,7 +374,7 @@ def read_wav(
         with wave.open(str(path)) as file:
             form = file.getnchannels(), 8 * file.getsampwidth(), file.getframerate()
             raw = file.readframes(file.getnframes())
-    except (wave.Error, EOFError) as error:
+    except (wave.Error, EOFError, RuntimeError) as error:
         why = str(error) or "it ends too early"
         raise ValueError(f"{path} is damaged or no wav file ({why}); get it again") from error
     if form != (1, 16, rate):

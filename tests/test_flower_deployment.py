@@ -1,0 +1,147 @@
+"""The same federation on a real SuperLink and two SuperNodes, one of which is killed."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fedl2p.client import Config
+from fedl2p.core import load_tensors
+from fedl2p.digits import digits_federation, small_cnn
+from fedl2p.learner import FedL2P
+from fedl2p.runner import Runner
+
+os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")  # Flower reads it when it is imported
+pytest.importorskip("flwr", reason='the extra "flower" is not installed')
+
+from federation import same, without  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:the lowest validation loss was that of the meta-nets at their start", "ignore:round")
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def free_ports(n):
+    """Ports of loopback that nobody uses now."""
+    sockets = [socket.socket() for _ in range(n)]
+    for s in sockets:
+        s.bind(("127.0.0.1", 0))
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+def ours(home):
+    """Processes, by id, that work for the deployment in a folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"FLWR_HOME={home}".encode() in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+        except OSError:  # of somebody else, or just gone
+            pass
+    return found
+
+
+def until(condition, seconds, what):
+    end = time.time() + seconds
+    while not condition():
+        assert time.time() < end, f"{what}: not in {seconds} s"
+        time.sleep(0.2)
+
+
+class Deployment:
+    """A SuperLink and SuperNodes as processes on loopback, with TLS and keys, as nbs/flower/README.md has them."""
+
+    def __init__(self, folder):
+        self.folder, self.home = folder, folder / "home"
+        tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # Flower starts its other commands by name
+        self.env = {**os.environ, "PATH": tools, "FLWR_HOME": str(self.home), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        self.port, *self.node_ports = free_ports(3)
+        self.home.mkdir()
+        self.call("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "30", "-keyout", "server.key", "-out", "server.pem", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1")
+        (self.home / "config.toml").write_text(f'[superlink]\ndefault = "here"\n\n[superlink.here]\naddress = "127.0.0.1:{self.port}"\nroot-certificates = "{folder}/server.pem"\n')
+
+    def call(self, *command):
+        done = subprocess.run(command, cwd=self.folder, env=self.env, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def start(self, name, *command):
+        with open(self.folder / f"{name}.log", "wb") as log:
+            return subprocess.Popen(command, cwd=self.folder, env=self.env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+
+    def log(self, name):
+        return (self.folder / f"{name}.log").read_text()
+
+    def superlink(self):
+        self.start("superlink", tool("flower-superlink"), "--ssl-ca-certfile", "server.pem", "--ssl-certfile", "server.pem", "--ssl-keyfile", "server.key", "--enable-supernode-auth", "--port", str(self.port), "--disable-runtime-dependency-installation")
+        until(lambda: "Application startup complete" in self.log("superlink"), 600, "the SuperLink starts")
+
+    def supernode(self, k):
+        self.call("ssh-keygen", "-q", "-t", "ecdsa", "-b", "384", "-N", "", "-f", f"node-{k}")
+        self.call(tool("flwr"), "supernode", "register", f"node-{k}.pub", "here")
+        return self.start(f"node-{k}", tool("flower-supernode"), "--root-certificates", "server.pem", "--superlink", f"127.0.0.1:{self.port}", "--port", str(self.node_ports[k]), "--auth-supernode-private-key", f"node-{k}", "--node-config", f'partition-id={k} folder="{self.folder}/models-{k}"')
+
+    def stop(self):
+        for sign in (signal.SIGTERM, signal.SIGKILL):
+            for pid in ours(self.home):
+                try:
+                    os.kill(pid, sign)
+                except ProcessLookupError:
+                    pass
+            end = time.time() + 10
+            while ours(self.home) and time.time() < end:
+                time.sleep(0.2)
+
+
+def tool(name):
+    return str(Path(sys.executable).parent / name)
+
+
+@pytest.fixture(scope="module", params=[signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])  # the SuperLink learns of the second by missing heartbeats, in up to a minute
+def deployed(request, tmp_path_factory):
+    """The app of nbs/flower on two nodes, one of which is killed in the middle of the last round."""
+    if not all(map(shutil.which, ("openssl", "ssh-keygen"))) or not Path("/proc").exists():
+        pytest.skip("openssl or ssh-keygen is not there, or no /proc to find processes by")
+    folder = tmp_path_factory.mktemp("deployment")
+    deployment = Deployment(folder)
+    try:
+        deployment.superlink()
+        nodes = [deployment.supernode(k) for k in range(2)]
+        settings = f'nodes=2 pretraining-rounds=0 rounds=2 epochs=1 timeout=600.0 out="{folder}/out"'
+        run = deployment.start("run", tool("flwr"), "run", str(ROOT / "nbs" / "flower"), "here", "--run-config", settings, "--stream")
+        until(lambda: deployment.log("node-1").count("Receiving: train message") == 2, 600, "the second round starts")
+        os.killpg(nodes[1].pid, request.param)
+        assert run.wait(900) == 0, deployment.log("run")
+        yield folder / "out", deployment.log("run")
+    finally:
+        deployment.stop()
+    assert not ours(deployment.home)
+
+
+def test_a_deployment_equals_the_loop_in_process(deployed):
+    """Until a node is killed, and after: the run goes on without it, counts it, and says so."""
+    out, said = deployed
+    clients = digits_federation().seen[:2]
+    config = Config.paper(lr=0.01, epochs=1, rounds=2, fraction=1.0, estimator="fomaml")
+    runner = Runner(0, without({("clean-1", 2), ("clean-1", 3)}))
+    here = FedL2P(small_cnn(), config).fit(clients, runner=runner)
+    tensors, _ = load_tensors(out / "checkpoint.safetensors", "fedl2p checkpoint 1")
+    assert same({name.removeprefix("now."): t for name, t in tensors.items() if name.startswith("now.")}, here.last)
+    assert same(FedL2P.load(here.model, out / "policy.safetensors").metanets.state_dict(), here.metanets.state_dict())
+    history = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
+    assert [r["val_loss"] for r in history] == [r["val_loss"] for r in here.history] and [list(r["failed"]) for r in history] == [[], ["clean-1"], ["clean-1"]]
+    (score,) = json.loads((out / "scores.json").read_text())
+    (mine,) = here.score(clients[:1])
+    assert (score["client"], score["right"], score["n"], score["loss"]) == ("clean-0", mine.score.right, mine.score.n, mine.score.loss)
+    assert score["beta"] == mine.strategy.beta.tolist()
+    assert "round 2: client 'clean-1' is left out: " in said
+    first, second = [t["sent"] for t in json.loads((out / "traffic.json").read_text()) if t["kind"] == "train"]
+    assert first - second > 2 * sum(t.numel() * t.element_size() for t in small_cnn().parameters())
