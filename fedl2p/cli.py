@@ -81,7 +81,7 @@ def network(
 
 def personalize(
     policy: Path, # file of a policy, by FedL2P.save
-    model: str, # Python file with the pretrained network: FILE.py holds `model`, a module or a function; or FILE.py:NAME
+    model: str, # Python file with the network: FILE.py holds `model`, a module or a function; or FILE.py:NAME
     data: Path, # folder with <class>/<image>, of one client
     out: Path, # file to write: .safetensors and .pt hold weights, .pt2 and .onnx a program
     classes: tuple[str, ...] = (), # names of all classes in the order of the labels; none is the folders of the data

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, NotRequired, TypedDict, cast
@@ -43,35 +43,25 @@ from fedl2p.core import (
     generator,
     header_entry,
     load_tensors,
-    log,
-    markdown,
     require,
     require_full_precision,
     warn,
     write_file,
 )
 from .data import Client, Data, check
-from .explain import Explanation
+from .explain import Explanation, described, explain_client, frozen_by_hand
 from .federated import FedAdam, Round, fedavg, run_round, sample
-from .finetune import LossFunction, as_module, finetune, loss_name, with_loss
-from .metanet import POLICY, MetaNets, signature
+from .finetune import as_module, finetune
+from .losses import LossFunction, loss_name, with_loss
+from .metanet import POLICY, MetaNets
 from .robust import robust_mean
 from .runner import Runner, Task, bar
 from .selector import SELECTOR, Selector
 from .shipping import fold_bn
 from .strategy import Strategy
 from .trials import learn_to_choose, run_trials
-from .watch import Watch
-from fedl2p.worth import (
-    Comparison,
-    Metric,
-    accuracy_metric,
-    compare_clients,
-    estimate,
-    gained,
-    look_at_some,
-    trial_record,
-)
+from .watch import Watch, tell
+from .worth import Comparison, Metric, accuracy_metric, announce, compare_clients, conclude, gained, trial_record
 
 # %% ../nbs/11_learner.ipynb #ad3b7633
 class FedL2P:
@@ -115,22 +105,14 @@ class FedL2P:
         data, id = self._samples(client)
         with torch.no_grad():
             made = policy(self.metanets, personal_profile(self.model, self.config, data, id), self.config)
-        return _frozen_by_hand(self.model, made)
+        return frozen_by_hand(self.model, made)
 
     def explain(
         self,
         client: Client | Data, # a client, or the samples that it fine-tunes on
     ) -> Explanation: # a table, and a picture by its `plot`
         "What this client will do, layer by layer, beside the common strategy."
-        data, id = self._samples(client)
-        known, words, own = personal_profile(self.model, self.config, data, id), "", self.strategy(client)
-        with torch.no_grad():
-            if isinstance(self.metanets, Selector):
-                words = str(self.metanets.choice(known))
-                common = self.metanets.refined(self.metanets.candidates[int(self.metanets.common.argmax())])
-            else:
-                common = policy(untrained(self.model, self.config), known, self.config)
-        return Explanation(id, own, _frozen_by_hand(self.model, common), signature(self.model), words)
+        return explain_client(self.model, self.config, self.metanets, *self._samples(client))
 
     def personalize(
         self,
@@ -163,12 +145,7 @@ class FedL2P:
         return compare_clients(self.model, self.config, state, clients, rates, metric, title, runner)
 
     def __repr__(self) -> str:
-        names, learned = signature(self.model), "not fitted or loaded from a file"
-        if self.chosen or self.history:
-            looks = "; it looks at each client" if self.chosen.get("looks") else ""
-            learned = f"fitted, {len(self.history)} rounds{looks}"
-        return (f"FedL2P(model of {len(names.bn_layers)} batch norms and {len(names.tensors)} tensors, "
-                f"start={self.config.start!r}, {learned})")
+        return described(self.model, self.config, self.chosen, self.history)
 
     def save(
         self,
@@ -205,11 +182,6 @@ class FedL2P:
         check(Client(id, data, data[:0], data[:0]), self.model, ["train"])
         return data, id
 
-
-def _frozen_by_hand(model: nn.Module, strategy: Strategy) -> Strategy:
-    "A strategy that shows rate 0 for tensors that cannot move."
-    moves = strategy.eta.new_tensor([float(w.requires_grad) for w in model.parameters()])
-    return replace(strategy, eta=strategy.eta * moves)
 
 # %% ../nbs/11_learner.ipynb #94679742
 def _record(r: Round) -> Json:
@@ -394,15 +366,15 @@ def _fit(
     learner.metanets = untrained(model, config, course.now if course else None)  # a second call starts anew
     if course is None:
         if talks:
-            _announce(learner, clients, runner)
+            announce(model, config, clients, runner)
         state, chosen = _start(learner, clients, folder, runner)
         course = Course(state, state, [], chosen=chosen)
         if config.start == "trials":
             _keep(folder, settings, course)
-            _tell(watch, {"stage": "trials", **chosen})
+            tell(watch, {"stage": "trials", **chosen})
     for course in _rounds(learner, course, clients, runner) if config.rounds else ():  # noqa: B020, one course later
         _keep(folder, settings, course)
-        _tell(watch, course.history[-1])
+        tell(watch, course.history[-1])
     if course.history and not any(r["clients"] for r in course.history):
         reasons = [reason for r in course.history for reason in r["failed"].values()]
         raise RuntimeError(f"no client answered in any round, so nothing was learned; the first said: {reasons[:1]}")
@@ -410,34 +382,8 @@ def _fit(
     start = untrained(model, config, course.now).state_dict()
     learner.metanets.load_state_dict(course.answer or course.best)
     if talks:
-        _conclude(learner, clients, runner)
+        conclude(model, config, course.answer or course.best, learner.gained, clients, runner)
     kept, still = (all(torch.equal(lam[k], t) for k, t in start.items()) for lam in (course.best, course.now))
     if kept and not still and config.start == "constant":
         warn("no round had a lower validation loss than the first, so the meta-nets are returned as they started; "
              "try more rounds, or a larger fraction of clients in each")
-
-# %% ../nbs/11_learner.ipynb #cc5b9875
-def _announce(learner: FedL2P, clients: Sequence[Client], runner: Runner) -> None:
-    "Say what learning will cost, and what it cannot learn."
-    if not bn_layers(learner.model):
-        log("the model has no batch norms with running statistics: learning rates are all that can be learned")
-    if cost := estimate(learner.model, learner.config, clients, runner):
-        log(cost)
-
-
-def _tell(watch: Sequence[Watch], record: Json) -> None:
-    "Call those who watch."
-    loss = record.get("val_loss")
-    at = f"round {record['round']}: validation loss {loss}" if "round" in record else f"trials: {record}"
-    log(at, shown=False)
-    for function in watch:
-        function(record)
-
-
-def _conclude(learner: FedL2P, clients: Sequence[Client], runner: Runner) -> None:
-    "Say what learning gained, and warn of models that are of no use."
-    log(markdown(learner.gained))
-    if runner.transport is None:
-        state = dict(learner.metanets.state_dict())
-        for fault in look_at_some(learner.model, learner.config, state, clients, runner):
-            warn(fault)

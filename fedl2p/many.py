@@ -13,7 +13,6 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
-from torch.nn import functional as F
 
 from .bn import Mode, beta_buffers, bn_mode
 from .core import State, evaluating, require, require_choice, seeded
@@ -21,7 +20,6 @@ from .data import Data, split_batches
 from fedl2p.finetune import (
     Tuning,
     client_buffers,
-    loss_of,
     loss_on,
     precise_statistics,
     same_masks,
@@ -29,6 +27,7 @@ from fedl2p.finetune import (
     tunable_eta,
 )
 from .hypergrad import descend
+from .losses import total_loss
 from .strategy import Strategy, eta_by_name
 
 # %% ../nbs/library/many.ipynb #62827ef4
@@ -167,12 +166,11 @@ def judge_race(
         loss, right = beta.new_zeros(()), beta.new_zeros(())
         for part in split_batches(torch.arange(len(held)), batch_size):
             out, y = functional_call(model, state, (held.x[part],)), held.y[part]
-            plain = measure is F.cross_entropy
-            loss = loss + (F.cross_entropy(out, y, reduction="sum") if plain else measure(out, y) * len(y))
+            loss = loss + total_loss(model, out, y)
             right = right + (out.argmax(1) == y).sum()
         return loss / len(held), right
 
-    names, measure = list(beta_buffers(model, race.beta[0])), loss_of(model)
+    names = list(beta_buffers(model, race.beta[0]))
     with evaluating(model), bn_mode(model, bn):
         loss, right = _each(score, engine, model)(race.weights, race.buffers, race.beta)
     return torch.where(loss.isfinite(), loss, math.nan), right * loss.isfinite()

@@ -26,7 +26,7 @@ from .client import Config, profile_of
 from .core import Json, State, device_of, evaluating, generator, load_tensors, save_tensors, warn
 from .data import Client, Data, check, split_batches
 from .federated import FedAdam, Update, fedavg, run_round
-from .finetune import loss_name, loss_of
+from .losses import loss_name, loss_of
 from .many import Race, judge_race, run_race, start_race
 from .metanet import signature
 from .runner import Runner, Task
@@ -151,7 +151,8 @@ def kept_file(
 ) -> Path: # another one for other weights, samples or settings
     "The file of a client's trials."
     settings = json.dumps([getattr(config, name) for name in _MATTERS])
-    name = hashlib.sha256(f"{KEPT} {client.id} {settings} {fingerprint(model, client)}{loss_name(model)}".encode()).hexdigest()[:32]
+    who = fingerprint(model, client) + loss_name(model)
+    name = hashlib.sha256(f"{KEPT} {client.id} {settings} {who}".encode()).hexdigest()[:32]
     return folder / f"{name}.safetensors"
 
 

@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['HARDLY', 'Metric', 'PLAIN', 'in_words', 'estimate', 'trial_record', 'gained', 'moved', 'outputs_of',
-           'constant_client', 'look_at_some', 'accuracy_metric', 'Comparison', 'compare_clients']
+           'constant_client', 'look_at_some', 'announce', 'conclude', 'accuracy_metric', 'Comparison',
+           'compare_clients']
 
-# %% ../nbs/library/worth.ipynb #dd88bffb
+# %% ../nbs/library/worth.ipynb #f4d33d0f
 import math
 import statistics
 import time
@@ -18,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from .bn import beta_buffers, bn_mode
+from .bn import beta_buffers, bn_layers, bn_mode
 from .client import Config, personal_profile, policy, score_all, score_strategies, with_state
-from .core import Json, State, Table, cores, device_of, evaluating, generator, markdown, require
+from .core import Json, State, Table, cores, device_of, evaluating, generator, log, markdown, require, warn
 from .cost import budget
 from .data import Client, Data, check, split_batches
 from .finetune import finetune
@@ -30,7 +31,7 @@ from .runner import Runner, Task, attempt
 from .selector import candidates, strategy_of
 from .strategy import Strategy, bn_c, bn_g, bn_i, head_only
 
-# %% ../nbs/library/worth.ipynb #858cb126
+# %% ../nbs/library/worth.ipynb #2f657d72
 def _step_seconds(model: nn.Module, config: Config, client: Client) -> float:
     "One step of fine-tuning, measured: the second of two, since the first is slower."
     names, like = signature(model), next(model.parameters())
@@ -73,7 +74,7 @@ def estimate(
     return (f"{len(clients)} clients x {each}, {at_once} at a time: {in_words(seconds)} "
             "(less if clients fail)")
 
-# %% ../nbs/library/worth.ipynb #4d1cff1e
+# %% ../nbs/library/worth.ipynb #840ab247
 def trial_record(
     state: State, # of a selector
     clients: Sequence[Client], # with what they kept from their trials
@@ -124,7 +125,7 @@ def gained(
     return Table(head, rows, 1, [f"Means over {found['clients']} seen clients, on samples that were held back; "
                                  "± is the standard error over clients.", said, *_refined(history)])
 
-# %% ../nbs/library/worth.ipynb #92b7d728
+# %% ../nbs/library/worth.ipynb #ab643d2e
 def _refined(history: Sequence[Json]) -> list[str]:
     "What hypergradients added to trials."
     if not history or "refined" not in history[-1]:
@@ -164,7 +165,7 @@ def _course(history: Sequence[Json]) -> tuple[list[list[str]], int, list[str]]:
     advice = ": nothing to speak of was learned. Try Config(), which learns from trials, or larger meta_lr_*."
     return rows, 1, [said + (advice if hardly else "."), "Each round has other clients, unless fraction is 1."]
 
-# %% ../nbs/library/worth.ipynb #00f67fad
+# %% ../nbs/library/worth.ipynb #311195f6
 @torch.no_grad()
 def outputs_of(
     model: nn.Module, # as returned by `mix_bn`
@@ -223,7 +224,35 @@ def look_at_some(
     tasks = [Task(constant_client, model, config, state, client) for client in some]
     return [outcome.value for outcome in runner.run_all(tasks) if outcome.value]
 
-# %% ../nbs/library/worth.ipynb #82d8b3b7
+# %% ../nbs/library/worth.ipynb #3a583d5f
+def announce(
+    model: nn.Module, # as returned by `mix_bn`
+    config: Config,
+    clients: Sequence[Client],
+    runner: Runner, # who does the clients' work
+) -> None:
+    "Say what learning will cost, and what it cannot learn."
+    if not bn_layers(model):
+        log("the model has no batch norms with running statistics: learning rates are all that can be learned")
+    if cost := estimate(model, config, clients, runner):
+        log(cost)
+
+
+def conclude(
+    model: nn.Module, # as returned by `mix_bn`
+    config: Config,
+    state: State, # lambda
+    summary: Table, # from `gained`
+    clients: Sequence[Client],
+    runner: Runner, # who does the clients' work
+) -> None:
+    "Say what learning gained, and warn of models that are of no use."
+    log(markdown(summary))
+    if runner.transport is None:
+        for fault in look_at_some(model, config, state, clients, runner):
+            warn(fault)
+
+# %% ../nbs/library/worth.ipynb #43e9a7ba
 Metric = Callable[[Tensor, Tensor], float]  # outputs [N, classes] and labels [N] -> a number, the larger the better
 PLAIN: dict[str, Callable[[nn.Module, float], Strategy]] = {
     "FT (BN C)": bn_c, "FT (BN G)": bn_g, "FT (BN I)": bn_i, "head only": head_only}
@@ -265,7 +294,7 @@ class Comparison(NamedTuple):
     def _repr_markdown_(self) -> str:
         return str(self)
 
-# %% ../nbs/library/worth.ipynb #6a693533
+# %% ../nbs/library/worth.ipynb #969e9334
 class _Wanted(NamedTuple):
     "What clients compare."
 

@@ -10,13 +10,13 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "fedl2p"
 LEVELS = [
     "core",
-    "bn data convolution hypergrad measure shapes",
+    "losses bn data convolution hypergrad measure shapes",
     "loaders profile digits",
-    "watch shipping strategy metanet selector explain",
+    "watch shipping strategy metanet selector",
     "finetune many",
     "runner checkpoint federated robust",
     "pretraining client",
-    "trials cost worth learner",
+    "trials cost explain worth learner",
     "analysis clusters",
     # Nothing before the studies may import them, since they come later.
     "flower " + " ".join(f"studies.{m}" for m in "files corruptions models published datasets settings runs tables demo simulation".split()),
