@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['LossFunction', 'with_loss', 'loss_of', 'total_loss', 'loss_name']
 
-# %% ../nbs/library/losses.ipynb #9b4f42de
+# %% ../nbs/library/losses.ipynb #1d05e9b6
 from collections.abc import Callable
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# %% ../nbs/library/losses.ipynb #77a62052
+# %% ../nbs/library/losses.ipynb #11bc74b0
 LossFunction = Callable[[Tensor, Tensor], Tensor]  # of outputs [N, classes] and labels [N]: the mean over samples
 
 
