@@ -118,6 +118,11 @@ def notebooks(clone, *args):
     return subprocess.run([sys.executable, clone / ".ci" / "notebooks.py", *args], capture_output=True, text=True, cwd=clone)
 
 
+def last_text(cells):
+    """The last cell that a reader sees; the hidden solutions come behind it."""
+    return [cell for cell in cells if cell.cell_type == "markdown"][-1]
+
+
 def test_notebooks_are_in_order(clone):
     done = notebooks(clone, "check")
     assert done.returncode == 0, done.stdout
@@ -134,7 +139,7 @@ def test_the_check_finds_faults(clone):
     write_nb(nb, clone / "nbs" / "00_bn.ipynb")
     nb = read_nb(clone / "nbs" / "03_profile.ipynb")
     nb.cells[1].source = "# no badge"
-    nb.cells[-1].source = "See [a lesson](03_gone.ipynb#eq-3) and [another](01_data.ipynb#split)."
+    last_text(nb.cells).source = "See [a lesson](03_gone.ipynb#eq-3) and [another](01_data.ipynb#split)."
     write_nb(nb, clone / "nbs" / "03_profile.ipynb")
     (clone / "nbs" / "04_strategy.ipynb").rename(clone / "nbs" / "04_plan.ipynb")
     with open(clone / "README.md", "a") as file:
@@ -205,9 +210,9 @@ def test_titles_and_last_lines_come_from_the_order(clone):
     write_nb(nb, clone / "nbs" / "studies" / "runs.ipynb")
     assert notebooks(clone, "sync").returncode == 0
     first, data, runs = (read_nb(clone / "nbs" / name).cells for name in ("00_bn.ipynb", "02_data.ipynb", "studies/runs.ipynb"))
-    assert first[-1].source.endswith("\n\n**Next:** [01_digits](01_digits.ipynb)")
+    assert last_text(first).source.endswith("\n\n**Next:** [01_digits](01_digits.ipynb)")
     assert data[1].source.startswith("# 02 data: ")
-    assert data[-1].source.endswith("\n\n**Previous:** [01_digits](01_digits.ipynb) · **Next:** [03_profile](03_profile.ipynb)")
+    assert last_text(data).source.endswith("\n\n**Previous:** [01_digits](01_digits.ipynb) · **Next:** [03_profile](03_profile.ipynb)")
     assert runs[-1].source.endswith("\n\n**Back to** [the index](../index.ipynb)") and "by hand" not in runs[-1].source
 
 
