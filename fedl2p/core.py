@@ -257,7 +257,8 @@ def load_tensors(
         raise ValueError(f"{path} is not a whole safetensors file ({error})") from error
     header = parts[0].get("__metadata__") or {}
     if header.get("format") not in formats:
-        raise ValueError(f"format of {path} must be {' or '.join(map(repr, formats))}, got {_short(header.get('format'))!r}")
+        allowed = ' or '.join(map(repr, formats))
+        raise ValueError(f"format of {path} must be {allowed}, got {_short(header.get('format'))!r}")
     if "sha256" in header and header.pop("sha256") != _digest(parts[0] | {"__metadata__": header}, parts[1]):
         raise ValueError(f"{path} is damaged: its content is not what was written")
     return tensors, header

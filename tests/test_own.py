@@ -172,7 +172,7 @@ def test_logging_takes_the_place_of_printing(caplog, capsys):
     clients = blobs()
     with caplog.at_level(logging.INFO, logger="fedl2p"):
         FedL2P(mlp(), QUICK).fit(clients, runner=HERE)
-    assert "trials: " in caplog.text and capsys.readouterr() == ("", "")
+    assert "'stage': 'trials'" in caplog.text and capsys.readouterr() == ("", "")
 
 
 def test_constant_predictions_are_told(capsys):

@@ -64,8 +64,8 @@ def read_checked(
 _NPZ_BYTES = 16 << 30  # all arrays of a file together; and a hundred times the file, unless they have 100 MB at most
 
 # What numpy may raise for a damaged file.
-_DAMAGE = (ValueError, OSError, EOFError, TypeError, AttributeError, RuntimeError, SyntaxError, OverflowError, MemoryError,
-           tokenize.TokenError, zipfile.BadZipFile, zlib.error)
+_DAMAGE = (ValueError, OSError, EOFError, TypeError, AttributeError, RuntimeError, SyntaxError, OverflowError,
+           MemoryError, tokenize.TokenError, zipfile.BadZipFile, zlib.error)
 
 
 def load_npy(
