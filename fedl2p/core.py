@@ -19,7 +19,7 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import lru_cache, partial
 from importlib.metadata import version
 from numbers import Integral, Real
 from pathlib import Path
@@ -88,6 +88,9 @@ def _is_plain(value: object, kind: Any) -> bool:
     return isinstance(value, Integral if kind is int else kind)
 
 
+_hints = lru_cache(get_type_hints)  # large files ask for the same types thousands of times
+
+
 def check_type(
     value: Any, # what came
     hint: Any, # int, float, str, bool, None, Any, Literal, list[...], tuple[..., ...], dict[str, ...], TypedDict, or |
@@ -103,19 +106,24 @@ def check_type(
         fits = [a for a, kind in zip(args, plain, strict=True)
                 if kind is Literal or (isinstance(kind, type) and _is_plain(value, dict if is_typeddict(a) else kind))]
         words = " or ".join(_WORDS.get(k, getattr(k, "__name__", str(k))) for k in plain)
-        require(bool(fits), name, words, _short(value))
+        if not fits:
+            require(False, name, words, _short(value))
         check_type(value, fits[0], name)
     elif is_typeddict(hint):
-        require(isinstance(value, dict), name, "an object", _short(value))
+        if not isinstance(value, dict):
+            require(False, name, "an object", _short(value))
         for key in sorted(hint.__required_keys__ - value.keys()):
             raise ValueError(f"{inside}{'.' * bool(inside)}{key} must be there")
-        for key, kind in get_type_hints(hint).items():
+        for key, kind in _hints(hint).items():
             if key in value:
                 check_type(value[key], kind, f"{inside}{'.' * bool(inside)}{key}")
     elif hint is not Any:
         many = origin in (list, tuple)
         good = isinstance(value, (list, tuple)) if many else _is_plain(value, origin)
-        require(good, name, _WORDS.get(origin, getattr(origin, "__name__", str(origin))), _short(value))
+        if not good:
+            require(False, name, _WORDS.get(origin, getattr(origin, "__name__", str(origin))), _short(value))
+        if many and args and set(map(type, value)) <= {args[0]}:  # a list of numbers needs no second look
+            return value
         for key, v in enumerate(value) if many and args else value.items() if origin is dict and args else ():
             where = f"{inside}[{key}]" if many else f"{inside}{'.' * bool(inside)}{key}"
             check_type(v, args[0] if many else args[1], where)
