@@ -269,7 +269,8 @@ def _restore(folder: Path | None, settings: Json, device: torch.device, like: St
     "The course in a folder, if there is one; it may have been written by a run with fewer rounds."
     def now_called(stored: Json) -> Json:
         stored = upgraded(stored)
-        return stored | {"rounds": max(stored["rounds"], settings["rounds"])}
+        fewer = type(stored["rounds"]) is int and stored["rounds"] < settings["rounds"]
+        return stored | ({"rounds": settings["rounds"]} if fewer else {})
 
     path = None if folder is None else folder / "checkpoint.safetensors"
     if (checkpoint := load_checkpoint(path, settings, now_called, _Info)) is None:

@@ -336,7 +336,8 @@ def _results(job: Job, model: nn.Module, everybody: Federation) -> Json:
             if learner.last:  # a policy was learned
                 learner.save(folder / "policy.safetensors")
                 kept["last"] = _last(learner, seen[0])
-                kept |= {"looking": learner.chosen} if learner.chosen else {}
+                looking = {k: learner.chosen[k] for k in ("looks", "gain", "error") if learner.chosen}
+                kept |= {"looking": looking} if looking else {}
             kept["rounds"] = [{k: _digits(v) if k in ("beta", "eta") else v for k, v in r.items() if k != "clients"}
                               for r in learner.history]
             kept["layers"] = layers_of(model)

@@ -33,6 +33,9 @@ from .damage import ODD, damaged_bytes, damaged_json
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 
 
+SETTINGS = dataclasses.asdict(Config.paper(hidden=4))
+
+
 def odd(rng, hint=None):
     """A value for a field: often of its type, sometimes beyond it."""
     args = [a for a in get_args(hint) if a is not ...]
@@ -199,7 +202,7 @@ def checkpoint_bytes():
     config = Config.paper(hidden=4)
     state = untrained(model(), config).state_dict()
     with tempfile.TemporaryDirectory() as home:
-        _keep(Path(home), {"a": 1}, Course(state, state, [{"round": 1, "val_loss": 0.5}]))
+        _keep(Path(home), SETTINGS, Course(state, state, [{"round": 1, "val_loss": 0.5}]))
         return Path(home, "checkpoint.safetensors").read_bytes()
 
 
@@ -210,11 +213,11 @@ def checkpoint_case(rng, folder):
         rewritten(checkpoint_bytes(), rng, path)
 
     def call():
-        course = _restore(folder, {"a": 1}, torch.device("cpu"), like)
+        course = _restore(folder, SETTINGS, torch.device("cpu"), like)
         if course:
             assert all(t.isfinite().all() for t in course.now.values()) and course.tired(3) in (True, False)
-            save_checkpoint(folder / "again", {"a": 1}, course.now, {"round": 1})
-            load_checkpoint(folder / "again", {"a": 1})
+            save_checkpoint(folder / "again", SETTINGS, course.now, {"round": 1})
+            load_checkpoint(folder / "again", SETTINGS)
 
     return "checkpoint", call
 
