@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .core import State, header_entry, load_tensors, require, save_tensors
+from .core import State, brief, header_entry, load_tensors, require, save_tensors
 from .data import Client
 
 # %% ../nbs/library/checkpoint.ipynb #262b43ed
@@ -43,7 +43,7 @@ def changed(
     "Which settings differ, in words."
     before, settings = json.loads(json.dumps([before, settings]))  # as a file would have them: lists for tuples
     keys = [key for key in {**settings, **before} if settings.get(key) != before.get(key)]
-    return ", ".join(f"{key} was {before.get(key)!r} and is {settings.get(key)!r}" for key in keys)
+    return ", ".join(f"{key} was {brief(before.get(key))} and is {brief(settings.get(key))}" for key in keys)
 
 
 _CHECKPOINT = "fedl2p checkpoint 1"

@@ -154,7 +154,7 @@ def upgraded(
     "Settings from a file, in today's words: what did not exist yet has its default."
     words = {"running": "zero-one"}  # values of `statistics`
     now = {**asdict(Config.paper()), **settings}  # older versions had no other recipe
-    return {**now, "statistics": words.get(now["statistics"], now["statistics"])}
+    return {**now, "statistics": words.get(str(now["statistics"]), now["statistics"])}
 
 # %% ../nbs/10_client.ipynb #8242fa56
 Policy = MetaNets | Selector  # what makes a strategy from a profile: lambda

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from . import __version__
-from .core import device_of, header_entry, load_into, load_tensors, require, require_choice, save_tensors
+from .core import brief, device_of, header_entry, load_into, load_tensors, require, require_choice, save_tensors
 from .profile import Profile, learnable_layers, pretrained_statistics
 from .strategy import Strategy
 
@@ -163,7 +163,7 @@ def match_signature(
         if (saved := tuple(header_entry(path, header, field, list[str]))) != names:
             odd = sorted(set(saved) ^ set(names)) or ["the same names in another order"]
             raise ValueError(f"{path} was learned for another model: {len(saved)} {field} in the file, "
-                             f"{len(names)} in the model, first difference {odd[0]!r}")
+                             f"{len(names)} in the model, first difference {brief(odd[0])}")
     return expected
 
 

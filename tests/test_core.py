@@ -148,3 +148,7 @@ def test_json_has_a_line_for_each_entry_and_no_nan(tmp_path):
 def test_a_table_in_markdown():
     table = Table(["method", "pool", "accuracy"], [["A", "seen", "0.9"]], labels=2, notes=["One.", "Two."])
     assert markdown(table) == "| method | pool | accuracy |\n|---|---|---:|\n| A | seen | 0.9 |\n\nOne.\n\nTwo.\n" == table._repr_markdown_()
+
+def test_a_long_value_is_not_repeated_in_full():
+    with pytest.raises(ValueError, match=r"^name must be short, got 'a{199}\.\.\.$"):
+        require(False, "name", "short", "a" * 10_000)
