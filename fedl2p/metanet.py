@@ -92,6 +92,18 @@ def _check_inputs(name: str, values: Tensor, size: int) -> None:
 Inputs = Literal["raw", "standard"]
 INPUTS = get_args(Inputs)
 
+
+def _inputs(metanets: "MetaNets", profile: Profile) -> tuple[Tensor, Tensor]:
+    "What the two meta-nets look at, checked, and relative to the mean client if inputs are standardised."
+    xi, stats = (t.to(metanets.eta_scale) for t in (profile.xi, profile.feature_stats))
+    _check_inputs("profile.xi", xi, len(metanets.signature.bn_layers))
+    _check_inputs("profile.feature_stats", stats, 2 * len(metanets.signature.layers))
+    if metanets.inputs == "raw":
+        return xi, stats
+    # Cut at three deviations: about clients further out nothing was learned.
+    seen = ((torch.cat([xi, stats], -1) - metanets.center) / metanets.deviation).clamp(-3.0, 3.0)
+    return seen[..., : xi.shape[-1]], seen[..., xi.shape[-1] :]
+
 # %% ../nbs/06_metanet.ipynb #1a7c71e5
 class MetaNets(nn.Module):
     "Lambda: BNNet, LRNet and the factors eta_scale, for models of one signature (Eq. 4)."
@@ -111,10 +123,9 @@ class MetaNets(nn.Module):
         require_choice("inputs", inputs, INPUTS)
         self.signature, self.hidden, self.inputs = signature, hidden, inputs
         n_bn, n_layers, n_tensors = map(len, signature)
-        generator = torch.Generator().manual_seed(seed)
-        gain = 0.1 if inputs == "raw" else 1.0
-        self.bn_net = BNNet(n_bn, hidden, generator, gain) if n_bn else None
-        self.lr_net = LRNet(2 * n_layers, n_tensors, hidden, generator, gain)
+        start = hidden, torch.Generator().manual_seed(seed), 0.1 if inputs == "raw" else 1.0
+        self.bn_net = BNNet(n_bn, *start) if n_bn else None
+        self.lr_net = LRNet(2 * n_layers, n_tensors, *start)
         self.eta_scale = nn.Parameter(torch.full((n_tensors,), float(lr)))
         if inputs == "standard":  # until the clients are known, inputs pass as they are
             self.register_buffer("center", torch.zeros(n_bn + 2 * n_layers))
@@ -128,20 +139,13 @@ class MetaNets(nn.Module):
         return cls(signature(model), lr, hidden, seed, inputs).to(device_of(model))
 
     def forward(self, profile: Profile) -> Strategy:
-        xi, stats = (t.to(self.eta_scale) for t in (profile.xi, profile.feature_stats))
-        _check_inputs("profile.xi", xi, len(self.signature.bn_layers))
-        _check_inputs("profile.feature_stats", stats, 2 * len(self.signature.layers))
-        if self.inputs == "standard":  # cut at three deviations: about clients further out nothing was learned
-            seen = ((torch.cat([xi, stats], -1) - self.center) / self.deviation).clamp(-3.0, 3.0)
-            xi, stats = seen.split([xi.shape[-1], stats.shape[-1]], -1)
+        xi, stats = _inputs(self, profile)
         beta = self.bn_net(xi) if self.bn_net is not None else xi
         return Strategy(beta, self.lr_net(stats) * self.eta_scale)
 
     def save(self, path: str | Path, **notes: str) -> None:
         "Write a safetensors file whose header names the model's layers and tensors, and holds any other notes."
-        names = {k: json.dumps(v) for k, v in self.signature._asdict().items()}
-        about = {"format": POLICY, "fedl2p": __version__, "hidden": str(self.hidden), "inputs": self.inputs}
-        save_tensors(path, self.state_dict(), notes | about | names)
+        _save(self, path, notes)
 
     @classmethod
     def load(cls, path: str | Path, model: nn.Module) -> "MetaNets":
@@ -165,6 +169,13 @@ def match_signature(
             raise ValueError(f"{path} was learned for another model: {len(saved)} {field} in the file, "
                              f"{len(names)} in the model, first difference {brief(odd[0])}")
     return expected
+
+
+def _save(metanets: MetaNets, path: str | Path, notes: dict[str, str]) -> None:
+    "What `MetaNets.save` does."
+    names = {k: json.dumps(v) for k, v in metanets.signature._asdict().items()}
+    about = {"format": POLICY, "fedl2p": __version__, "hidden": str(metanets.hidden), "inputs": metanets.inputs}
+    save_tensors(path, metanets.state_dict(), notes | about | names)
 
 
 def _load(path: str | Path, model: nn.Module) -> MetaNets:
