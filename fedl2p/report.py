@@ -35,6 +35,7 @@ from fedl2p.analysis import (
 )
 from .clusters import KEYS, ari_table, plot_maps, spread_table
 from .core import Json, Table, require, warn
+from .fitted import fitted_parts, read_fit
 from .studies.runs import METHODS, learned_by
 from .studies.tables import accuracy_table, condition_of, label, read_cell, summarise
 
@@ -54,6 +55,7 @@ class Case:
     machine: Json # versions and hardware
     main: str # id of the method that the pictures are about
     notes: tuple[str, ...] = () # what else is to be said
+    parts: tuple[str | Table, ...] = () # tables and sentences of a folder by `fit`, see `fedl2p.fitted`
 
     @property
     def name(self) -> str:
@@ -105,8 +107,32 @@ def _readable(paths: Iterable[Path], left_out: list[str]) -> Iterator[Path]:
             yield path
 
 
+def _fitted(folder: Path, left_out: list[str]) -> Case:
+    "The case of a folder by `fit`."
+    files = folder / "checkpoint.safetensors", *sorted((folder / "trials").glob("*.safetensors"))
+    readable = [*_readable(files, left_out)]
+    for text in left_out:
+        warn(text)
+    require(readable[:1] == [files[0]], str(files[0]), f"a file of at most {_FILE_BYTES >> 20} MB", "a larger one")
+    fit = read_fit(files[0], readable[1:])
+    lengths = {key: max((len(r.get(key, ())) for r in fit.history), default=0) for key in ("beta", "eta")}
+    words = {"beta": "batch norm", "eta": "tensor"}  # their names are not in the folder
+    layers = {key: [f"{words[key]} {i + 1}" for i in range(n)] for key, n in lengths.items()}
+    rounds = {("FedL2P", fit.settings.get("seed")): fit.history} if fit.history else {}
+    return Case("FedL2P.fit", [], rounds, layers, fit.settings, {}, "FedL2P", tuple(left_out), tuple(fitted_parts(fit)))
+
+
+def _nothing_in(folder: Path) -> str:
+    "Why there is no page of a folder."
+    if (folder / "clients.jsonl").exists():
+        return "holds no results but those of an older version of the demo: run it again"
+    if (folder / "trials").is_dir():
+        return "holds trials of a fit that has not come further: call fit with this folder again, and it goes on"
+    return "holds no results: neither *-seed*.json of a study nor checkpoint.safetensors of FedL2P.fit"
+
+
 def cases(
-    folder: str | Path, # results of a demo or of studies, or a part of them
+    folder: str | Path, # results of a demo or of studies, or a part of them; or what `FedL2P.fit` kept
 ) -> list[Case]:
     "What a folder holds; files that cannot be read are left out, with a warning and a note in each case."
     folder, groups, left_out = Path(folder), dict[str, list[Json]](), list[str]()
@@ -120,9 +146,10 @@ def cases(
         warn(text)
     if not groups and left_out:
         raise ValueError(f"{folder} holds no results that can be read; {left_out[0]}")
+    if not groups and _is_regular(folder / "checkpoint.safetensors"):
+        return [_fitted(folder, left_out)]
     if not groups:
-        old = " but those of an older version of the demo: run it again" if (folder / "clients.jsonl").exists() else ""
-        raise ValueError(f"{folder} holds no results{old}")
+        raise ValueError(f"{folder} {_nothing_in(folder)}")
     made = [_case(title, cells) for title, cells in groups.items()]
     return [replace(case, notes=(*case.notes, *left_out)) for case in made]
 
@@ -232,7 +259,13 @@ def _clusters(case: Case) -> list:
     return parts
 
 
+def _policy(case: Case) -> list:
+    "What `fit` gained, and what it recommends."
+    return [*case.parts]
+
+
 SECTIONS = {
+    "What was learned": _policy,
     "Accuracy": _accuracy,
     "Who gained": _gains,
     "The course of learning": _learning,

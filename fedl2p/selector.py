@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Who', 'Look', 'LOOKS', 'FAR', 'SELECTOR', 'Candidate', 'candidates', 'strategy_of', 'inputs_of', 'standardised',
-           'scores_of', 'size_of', 'Selector']
+           'scores_of', 'size_of', 'choice_of', 'Selector']
 
 # %% ../nbs/library/selector.ipynb #6734c3e7
 import json
@@ -128,6 +128,15 @@ FAR = 2.0  # distance, in units of the most distant seen client, from which on a
 SELECTOR = "fedl2p selector 1"  # the format of a file with a selector
 
 
+def choice_of(
+    state: State, # of a selector
+    inputs: Tensor, # [I] from `inputs_of`
+) -> int: # number of the candidate
+    "What a selector chooses for a client: for one that is unlike all others, what it chooses for all."
+    far = size_of(state, inputs) / state["reach"].clamp(min=1e-12) > FAR
+    return int((state["common"] if far else scores_of(state, inputs)).argmax())
+
+
 def _candidate(path: str | Path, entry: list) -> Candidate:
     "A candidate from a file."
     require(len(entry) == 3 and entry[0] in get_args(Who), f"{path}: candidates", "lists of who, beta and lr", entry)
@@ -185,9 +194,7 @@ class Selector(nn.Module):
         require(len(inputs) == len(self.center), "number of inputs", f"{len(self.center)}, as for the model that "
                 "this selector was made for", len(inputs))
         require(bool(inputs.isfinite().all()), "profile", "finite", inputs.tolist())
-        far = self.distance(inputs) > FAR
-        scores = self.common if far else scores_of(dict(self.state_dict()), inputs)
-        return self.candidates[int(scores.argmax())]
+        return self.candidates[choice_of(dict(self.state_dict()), inputs)]
 
     def forward(self, profile: Profile) -> Strategy:
         return self.refined(self.choice(profile), self.distance(inputs_of(profile)))

@@ -17,7 +17,7 @@ LEVELS = [
     "runner checkpoint federated robust",
     "pretraining client",
     "trials cost explain worth learner",
-    "analysis clusters",
+    "analysis clusters fitted",
     # Nothing before the studies may import them, since they come later.
     "flower " + " ".join(f"studies.{m}" for m in "files corruptions models published datasets settings runs tables demo simulation".split()),
     "report cli",

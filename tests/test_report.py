@@ -15,11 +15,13 @@ import time
 import zlib
 
 import pytest
+import torch
+from torch import nn
 
-from fedl2p import report
+from fedl2p import Config, Data, FedL2P, make_client, report
 from fedl2p.cli import main
-from fedl2p.client import Config
 from fedl2p.report import STYLE, cases, write_report
+from fedl2p.runner import Runner
 from fedl2p.studies.demo import Demo, run_demo
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -349,7 +351,7 @@ def test_nothing_in_a_folder_becomes_markup(tmp_path):
 
 def test_wrong_folders_are_named(tmp_path, capsys):
     assert main(["report", str(tmp_path / "nowhere")]) == 1
-    assert capsys.readouterr().err == f"fedl2p: {tmp_path / 'nowhere'} holds no results\n"
+    assert capsys.readouterr().err == f"fedl2p: {tmp_path / 'nowhere'} holds no results: neither *-seed*.json of a study nor checkpoint.safetensors of FedL2P.fit\n"
     assert main(["report", str(tmp_path), str(tmp_path), str(tmp_path)]) == 1
     assert "folders must be one, or two to be shown side by side, got 3" in capsys.readouterr().err
     (tmp_path / "fedl2p-seed0.json").write_text("{")
@@ -439,3 +441,29 @@ def test_the_page_in_a_browser(folder, page, tmp_path, name, width, height, two)
     (tmp_path / f"{name}.png").write_bytes(shot)  # pytest keeps it for a while, for whoever wants to look
     across, down, shades = pixels(shot)
     assert across == width and down > height and shades > 50
+
+
+def federation(n=4):
+    rng, y = torch.Generator().manual_seed(0), torch.arange(30) % 3
+    clients = [make_client(f"c{i}", Data((1 + i) * torch.eye(3, 4)[y] + torch.randn(30, 4, generator=rng), y)) for i in range(n)]
+    return clients, nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).eval()
+
+
+def test_a_folder_by_fit_shows_gains_recommendations_and_rounds(tmp_path, capsys):
+    """Of either recipe, whole or half-way, without model or data; a damaged file is named."""
+    clients, model = federation()
+    policy = FedL2P(model, Config(epochs=1, splits=1, choosing_rounds=2, rounds=2)).fit(clients, tmp_path / "ours", Runner(0))
+    FedL2P(model, Config.paper(epochs=1, rounds=2, fraction=1.0)).fit(clients, tmp_path / "paper", Runner(0))
+    capsys.readouterr()
+    assert main(["report", str(tmp_path / "ours")]) == 0
+    text = (tmp_path / "ours" / "report" / "report.html").read_text()
+    assert all(f"<td>{c.id}</td><td>{policy.explain(c).words}</td>" in text for c in clients)
+    assert policy.gained.rows[1][0] in text and text.count("<img") == 2 and "3 rounds in all" in text
+    text = write_report([tmp_path / "paper"]).read_text()
+    assert "From first to last round β moved" in text and "ask `policy.explain(client)`" in text and text.count("<img") == 2
+    assert write_report([tmp_path / "ours", tmp_path / "paper"], tmp_path / "both").read_text().count("<img") == 4
+    (tmp_path / "ours" / "checkpoint.safetensors").unlink()
+    with pytest.raises(ValueError, match="ours holds trials of a fit that has not come further: call fit with this folder again"):
+        cases(tmp_path / "ours")
+    (tmp_path / "paper" / "checkpoint.safetensors").write_bytes(b"{")
+    assert main(["report", str(tmp_path / "paper")]) == 1 and "is not a whole safetensors file" in capsys.readouterr().err
