@@ -25,24 +25,13 @@ from .bn import bn_mode
 from .core import Json, State, check_fields, device_of, evaluating, generator, require, require_choice, warn
 from .data import Client, Data, Samples, check
 from .federated import Update
-from fedl2p.finetune import (
-    Augment,
-    Score,
-    Statistics,
-    Tuned,
-    Tuning,
-    batch_of,
-    batches,
-    finetune,
-    loss_on,
-    score_client,
-    tunable_eta,
-)
+from .finetune import Augment, Statistics, Tuned, Tuning, batch_of, batches, finetune, loss_on, tunable_eta
 from .hypergrad import HVP, Hyper, NeumannDiverges, NoSecondDerivative, fomaml, ift, unrolled
 from .metanet import Inputs, MetaNets
 from .profile import Profile, describe_labels, profile
 from .robust import Mean
 from .runner import Runner, Task
+from .scores import Score, score_client
 from .selector import LOOKS, Look, Selector, inputs_of
 from .strategy import Strategy
 

@@ -43,10 +43,10 @@ from fedl2p.core import (
 )
 from .data import Client, Data
 from .federated import MAX_WEIGHT, Update, refusal
-from .finetune import Score
 from .metanet import signature
 from .pretraining import Recipe, train_client
 from .runner import MAX_WORKERS, Failure, Outcome, Task, attempt
+from .scores import Score
 from .strategy import Strategy
 from .trials import choose_client, keep, kept_file, recall, try_client
 

@@ -51,11 +51,12 @@ from fedl2p.core import (
 from .data import Client, Data, check
 from .explain import Explanation, described, explain_client, frozen_by_hand
 from .federated import FedAdam, Round, fedavg, run_round, sample
-from .finetune import as_module, finetune
+from .finetune import finetune
 from .losses import LossFunction, loss_name, with_loss
 from .metanet import POLICY, MetaNets
 from .robust import robust_mean
 from .runner import Runner, Task, bar
+from .scores import as_module
 from .selector import SELECTOR, Selector
 from .shipping import fold_bn
 from .strategy import Strategy

@@ -27,8 +27,8 @@ from fedl2p.analysis import (
     sparsity,
 )
 from fedl2p.client import Result
-from fedl2p.finetune import Score
 from fedl2p.profile import Profile
+from fedl2p.scores import Score
 from fedl2p.strategy import Strategy
 
 matplotlib.use("agg")

@@ -31,11 +31,12 @@ from fedl2p.client import (
 from fedl2p.core import generator
 from fedl2p.data import Data
 from fedl2p.digits import digits_federation, small_cnn
-from fedl2p.finetune import Tuning, baselines, batches, score_client
+from fedl2p.finetune import Tuning, batches
 from fedl2p.hypergrad import NeumannDiverges
 from fedl2p.metanet import MetaNets
 from fedl2p.profile import profile
 from fedl2p.runner import Failure, Outcome, Runner
+from fedl2p.scores import baselines, score_client
 from fedl2p.strategy import bn_c
 
 pytestmark = pytest.mark.filterwarnings("ignore:the lowest validation loss was that of the meta-nets at their start")

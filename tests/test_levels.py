@@ -13,7 +13,7 @@ LEVELS = [
     "losses bn data convolution hypergrad measure shapes",
     "loaders profile digits",
     "watch shipping strategy metanet selector",
-    "finetune many",
+    "finetune scores many",
     "runner checkpoint federated robust",
     "pretraining client",
     "trials cost explain worth learner",

@@ -53,10 +53,10 @@ from fedl2p.core import (
 )
 from ..data import Client, Federation
 from ..federated import Diverged
-from ..finetune import baselines
 from ..learner import FedL2P
 from ..pretraining import Pretraining, Recipe, pretrain
 from ..runner import Progress, Runner, quiet
+from ..scores import baselines
 from ..selector import candidates
 from ..strategy import GRID, Strategy
 from .published import PAPER_METHODS, TABLES, Condition
