@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypedDict, cast
 import numpy as np
 from torch import nn
 
-from .client import Result
+from .scoring import Result
 from .core import require
 from .metanet import signature
 

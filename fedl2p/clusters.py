@@ -19,7 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from .analysis import Record, figure
-from .client import Config, personal_profile, policy, score_all
+from .config import Config
+from .policy import personal_profile, policy
+from .scoring import score_all
 from .core import Table, device_of, require
 from .data import Client
 from .learner import FedL2P

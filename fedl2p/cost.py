@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from .bn import bn_layers, bn_mode
-from .client import Config, policy, profile_of, untrained
+from .config import Config
+from .policy import policy, profile_of, untrained
 from .core import evaluating, generator, require
 from .data import Client, Data, check, split_batches
 from .finetune import finetune, loss_on

@@ -28,7 +28,10 @@ from torch import nn
 
 from .bn import Mode, mix_bn
 from .checkpoint import fingerprint
-from .client import Config, Result, describe_client, learn_client, score_policy, validate_client
+from .client import learn_client, validate_client
+from .config import Config
+from .rounds import describe_client
+from .scoring import Result, score_policy
 from fedl2p.core import (
     State,
     check_type,

@@ -22,7 +22,8 @@ from torch.nn import functional as F
 
 from .bn import Mode
 from .checkpoint import fingerprint
-from .client import Config, profile_of
+from .config import Config
+from .policy import profile_of
 from .core import Json, State, device_of, evaluating, generator, load_tensors, save_tensors, warn
 from .data import Client, Data, check, split_batches
 from .federated import FedAdam, Update, fedavg, run_round
