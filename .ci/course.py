@@ -10,10 +10,7 @@ from execnb.nbio import mk_cell, read_nb
 BOUNDS = {"words": 2500, "lines": 250, "longest": 40}  # what can be read in one sitting
 EXERCISES = 3  # a lesson: one to compute, one to build, one to explore
 # Lessons that are still over a bound, and by how much they may be: smaller is welcome, larger is a fault.
-OVER: dict[str, dict[str, int]] = {
-    "client": {"lines": 450, "longest": 70},
-    "learner": {"lines": 415, "longest": 105},
-}
+OVER: dict[str, dict[str, int]] = {}
 
 
 def lengths(path: Path) -> dict[str, int]:
