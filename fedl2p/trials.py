@@ -26,6 +26,7 @@ from .config import Config
 from .core import Json, State, device_of, evaluating, generator, load_tensors, save_tensors, warn
 from .data import Client, Data, check, split_batches
 from .federated import FedAdam, Update, fedavg, run_round
+from .frozen import without_body
 from .losses import loss_name, loss_of
 from .many import Race, judge_race, pick_engine, run_race, start_race
 from .metanet import signature
@@ -100,7 +101,11 @@ def trial_losses(
     id: str, # name of the client, key of its random numbers
 ) -> Tensor: # [S], bounded: a candidate that diverges has twice the loss of a guess
     "The loss of each candidate on samples that were held back, as the mean over splits."
-    alive = list(range(len(candidates(bool(signature(model).bn_layers)))))
+    names, like = signature(model), next(model.parameters())
+    tried = [strategy_of(c, names, like) for c in candidates(bool(names.bn_layers))]
+    if config.augment == "none" and (body := without_body(model, tried, data)):  # a backbone frozen by hand
+        model, data = body
+    alive = list(range(len(tried)))
     splits = [_split(data, config, k, id) for k in range(config.splits)]
     heats: list[list[_Heat]] = [[] for _ in splits]
     config = replace(config, engine=pick_engine(model, data.x[:config.batch_size], config.engine))  # once for all
