@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 from .analysis import Record, figure
 from .config import Config
-from .policy import personal_profile, policy
-from .scoring import score_all
 from .core import Table, device_of, require
 from .data import Client
 from .learner import FedL2P
+from .policy import personal_profile, policy
 from .profile import Profile
 from .runner import Runner
+from .scoring import score_all
 from .strategy import Strategy
 
 # %% ../nbs/13_clusters.ipynb #d7e6a3be

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from .config import Config
-from .policy import Policy, personal_profile, policy, untrained
 from .core import Json, Table, markdown
 from .data import Data
 from .metanet import Signature, signature
+from .policy import Policy, personal_profile, policy, untrained
 from .selector import FAR, Selector
 from .strategy import Strategy
 

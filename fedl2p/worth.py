@@ -21,15 +21,15 @@ from torch.func import functional_call
 
 from .bn import beta_buffers, bn_layers, bn_mode
 from .config import Config
-from .policy import personal_profile, policy, with_state
-from .scoring import score_all, score_strategies
 from .core import Json, State, Table, cores, device_of, evaluating, generator, log, markdown, require, warn
 from .cost import budget
 from .data import Client, Data, check, split_batches
 from .finetune import finetune
 from .many import CHUNK, SMALL, run_race, start_race
 from .metanet import signature
+from .policy import personal_profile, policy, with_state
 from .runner import Runner, Task, attempt
+from .scoring import score_all, score_strategies
 from .selector import candidates, strategy_of
 from .strategy import Strategy, bn_c, bn_g, bn_i, head_only
 

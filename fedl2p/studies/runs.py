@@ -24,10 +24,8 @@ from ..analysis import Record, layers_of, records
 from ..bn import mix_bn
 from ..checkpoint import changed, fingerprint
 from ..client import l2p_client, l2p_passes
-from ..config import Config, upgraded
-from ..policy import policy, profile_of, with_state
-from ..scoring import Result, score_all, score_strategies
 from ..clusters import mean_strategy
+from ..config import Config, upgraded
 from fedl2p.core import (
     Json,
     check_fields,
@@ -47,8 +45,10 @@ from ..data import Client, Federation
 from ..federated import Diverged
 from ..finetune import baselines
 from ..learner import FedL2P
+from ..policy import policy, profile_of, with_state
 from ..pretraining import Pretraining, Recipe, pretrain
 from ..runner import Progress, Runner, quiet
+from ..scoring import Result, score_all, score_strategies
 from ..selector import candidates
 from ..strategy import GRID, Strategy
 from .published import PAPER_METHODS, TABLES, Condition
