@@ -57,8 +57,8 @@ def until(condition, seconds, what):
         time.sleep(0.2)
 
 
-# Flower's processes look for messages every three seconds, and a test would wait for that and for little else. Python runs a file of this name at its start.
-SOONER = "import time\nsleep = time.sleep\ntime.sleep = lambda seconds: sleep(min(seconds, 0.2))\n"
+# A node looks for messages every three seconds, and so does the server for answers: a test would do little but wait. Python runs a file of this name at its start.
+SOONER = "import time\nsleep = time.sleep\ntime.sleep = lambda seconds: sleep(0.3 if seconds == 3 else seconds)\n"
 
 
 class Deployment:
