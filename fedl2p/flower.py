@@ -457,7 +457,6 @@ _START = 600.0  # seconds in which the processes of a simulation must have start
 
 def _start_ray(workers: int) -> None:
     "Start Ray, again and again on a busy machine: it gives some of its processes 30 s, which cannot be changed."
-    import psutil  # Ray brings it
     import ray
     from ray._private import ray_constants
 
@@ -465,6 +464,8 @@ def _start_ray(workers: int) -> None:
     if hasattr(ray_constants, "RAY_DASHBOARD_STARTUP_TIMEOUT_S"):  # and another one 60 s, which can
         ray_constants.RAY_DASHBOARD_STARTUP_TIMEOUT_S = int(_START)
     os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")])  # for its processes
+    import psutil  # Ray brings it, and knows where it is
+
     others = psutil.Process().children(recursive=True)
     while not ray.is_initialized():
         try:
