@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Rows', 'Accuracies', 'PLAIN', 'read_cell', 'results', 'condition_of', 'label', 'summarise', 'collect',
            'sampling_error', 'study_table', 'accuracy_table', 'plot_table', 'paired', 'comparison', 'verdict',
-           'evidence']
+           'evidence', 'gaps']
 
 # %% ../../nbs/studies/tables.ipynb #f37bdc29
 import math
@@ -365,3 +365,30 @@ def evidence(
     head = ["data", "pool", "best plain strategy", "minus it", "", "minus one for all", "", "minus the paper's recipe", "",
             "seeds", "clients"]
     return Table(head, rows, labels=3, notes=[note])
+
+# %% ../../nbs/studies/tables.ipynb #56f7f4ff
+def gaps(
+    cells: Sequence[Json], # from `results`
+    wanted: Sequence[Condition], # rows that should be there
+    methods: Sequence[str] = ("none", *PLAIN, "l2p", "fedl2p", "fedl2p-common", "fedl2p-ours"), # in each of them
+    seeds: Sequence[int] = (0, 1, 2), # of each
+) -> Table:
+    "Cells that are not there, and how long they would take by those that are."
+    there = {(condition_of(c), c["method"], c["seed"]) for c in cells}
+    spent: dict[tuple[str, str], list[float]] = {}  # seconds for each epoch
+    for c in cells:
+        spent.setdefault((c["dataset"], c["method"]), []).append(c.get("seconds", 0.0) / c["epochs"])
+    rows = []
+    for row in dict.fromkeys(c._replace(pool="seen") for c in wanted):
+        left = [m for m in methods for s in seeds if (row, m, s) not in there]
+        if left:
+            known = [c for c in cells if c["dataset"] == row.dataset]
+            started = any((row.pretraining, row.alpha) == (c["pretraining"], c["alpha"]) for c in known)
+            start = 0.0 if started else max((c.get("pretraining_seconds", 0.0) for c in known), default=0.0)
+            costs = [row.epochs * statistics.mean(spent[row.dataset, m]) for m in left if (row.dataset, m) in spent]
+            names = ", ".join(f"{METHODS[m]} ({left.count(m)} of {len(seeds)})" for m in dict.fromkeys(left))
+            more = "more than " * (len(costs) < len(left))
+            rows.append([label(row), names, f"{more}{(start + sum(costs)) / 3600:.1f}" if costs else "not known"])
+    note = ("Hours of this machine, of what the cells of the same data set took for each epoch, pretraining included "
+            "where there is none; more than: a method was never run there. Timings under load: they may be twice too long.")
+    return Table(["data", "cells that are missing (seeds)", "hours"], rows, labels=2, notes=[note])
