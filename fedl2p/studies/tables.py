@@ -386,9 +386,10 @@ def gaps(
             started = any((row.pretraining, row.alpha) == (c["pretraining"], c["alpha"]) for c in known)
             start = 0.0 if started else max((c.get("pretraining_seconds", 0.0) for c in known), default=0.0)
             costs = [row.epochs * statistics.mean(spent[row.dataset, m]) for m in left if (row.dataset, m) in spent]
+            whole = f"all {len(methods)} methods, {len(seeds)} seeds" * (len(left) == len(methods) * len(seeds))
             names = ", ".join(f"{METHODS[m]} ({left.count(m)} of {len(seeds)})" for m in dict.fromkeys(left))
             more = "more than " * (len(costs) < len(left))
-            rows.append([label(row), names, f"{more}{(start + sum(costs)) / 3600:.1f}" if costs else "not known"])
+            rows.append([label(row), whole or names, f"{more}{(start + sum(costs)) / 3600:.2f}" if costs else "not known"])
     note = ("Hours of this machine, of what the cells of the same data set took for each epoch, pretraining included "
-            "where there is none; more than: a method was never run there. Timings under load: they may be twice too long.")
+            "where there is none; more than: a method was never run there. Many cells were timed under load.")
     return Table(["data", "cells that are missing (seeds)", "hours"], rows, labels=2, notes=[note])
