@@ -1,6 +1,6 @@
 """Where `vmap` pays: one step of sixteen strategies side by side, in the time of a loop, for networks with more and more arithmetic.
 
-    python tests/bench/engines.py     about a minute of one core; `LIGHT` of `fedl2p.many` is read from it
+    python tests/bench/engines.py     about a minute of one core
 
 Processor time, the least of three turns that the engines take one after the other.
 """
@@ -45,7 +45,7 @@ def main() -> None:
                 taken[engine].append(time.process_time() - start)
         loop, vmap = (min(taken[engine][1:]) for engine in ("loop", "vmap"))
         with torch.no_grad():
-            rows.append((count_flops(lambda model=model, data=data: model(data.x)) / 1e6, name, vmap / loop, pick_engine(model, data.x)))
+            rows.append((count_flops(lambda model=model, data=data: model(data.x)) / 1e6, name, vmap / loop, pick_engine(model)))
     print("| network | operations of a batch, millions | vmap / loop | auto |\n|---|--:|--:|---|")
     for operations, name, ratio, choice in sorted(rows):
         print(f"| {name} | {operations:.0f} | {ratio:.2f} | {choice} |")
