@@ -14,6 +14,7 @@ from .core import Json, check_fields, require, require_choice
 from .data import Samples
 from .finetune import Augment, Statistics, Tuning
 from .hypergrad import HVP
+from .many import Engine
 from .metanet import Inputs
 from .robust import Mean
 from .selector import LOOKS, Look
@@ -70,6 +71,7 @@ class Config:
     choosing_rounds: int = 60 # trials: rounds of averaging in which the selector learns, without any fine-tuning
     refining_lr: float = 0.1 # trials: step of the server's Adam when hypergradients refine each layer
     mean: Mean = "mean" # of what clients send in rounds of hypergradients; median and trimmed bear with some liars
+    engine: Engine = "auto" # trials: candidates side by side (vmap) or in a loop; see `fedl2p.many.pick_engine`
     seed: int = 0 # seed of everything random (an experiment has seeds of its own)
 
     def __post_init__(self):

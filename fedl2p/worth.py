@@ -25,7 +25,7 @@ from .core import Json, State, Table, cores, device_of, evaluating, generator, l
 from .cost import budget
 from .data import Client, Data, check, split_batches
 from .finetune import finetune
-from .many import CHUNK, SMALL, run_race, start_race
+from .many import CHUNK, pick_engine, run_race, start_race
 from .metanet import signature
 from .policy import personal_profile, policy, with_state
 from .runner import Runner, Task, attempt
@@ -37,12 +37,13 @@ from .strategy import Strategy, bn_c, bn_g, bn_i, head_only
 def _step_seconds(model: nn.Module, config: Config, client: Client) -> float:
     "One step of fine-tuning, measured: the second of two, since the first is slower."
     names, like = signature(model), next(model.parameters())
-    n = CHUNK if sum(p.numel() for p in model.parameters()) <= SMALL else 1
-    tried = [strategy_of(c, names, like) for c in candidates(bool(names.bn_layers)) if c.who == "all"][:n]
     data = client.train.to(device_of(model))
-    race = run_race(model, start_race(model, tried, data, config.tuning, generator(0)), "mix", 1)
+    n = CHUNK if pick_engine(model, config.engine) == "vmap" else 1
+    tried = [strategy_of(c, names, like) for c in candidates(bool(names.bn_layers)) if c.who == "all"][:n]
+    begin = start_race(model, tried, data, config.tuning, generator(0), config.engine)
+    race = run_race(model, begin, "mix", 1)
     start = time.perf_counter()
-    run_race(model, race if race.steps else start_race(model, tried, data, config.tuning, generator(0)), "mix", 1)
+    run_race(model, race if race.steps else begin, "mix", 1)
     return (time.perf_counter() - start) / len(tried)
 
 

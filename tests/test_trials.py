@@ -3,6 +3,7 @@
 import json
 import math
 import statistics
+import sys
 from copy import deepcopy
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ from fedl2p.digits import fit
 from fedl2p.federated import Update, average
 from fedl2p.learner import FedL2P
 from fedl2p.many import judge_race, run_race, start_race
+from fedl2p.measure import count_flops
 from fedl2p.metanet import signature
 from fedl2p.policy import untrained
 from fedl2p.rounds import Course, _if_it_helps
@@ -378,6 +380,19 @@ def test_a_model_that_is_frozen_by_hand(model, few):
         learner = FedL2P(frozen, BRIEF).fit(few[2:4], runner=Runner(0))
         tuned = learner.personalize(few[0])
         assert torch.equal(tuned[0].weight, model[0].weight)
+
+
+def test_a_frozen_backbone_costs_what_its_head_costs(few, monkeypatch):
+    """Without batch norms, whose statistics would be the client's: its features are computed once, and losses are the same."""
+    net = nn.Sequential(nn.Linear(SIZE, 256), nn.ReLU(), nn.Linear(256, 4))
+    net[0].requires_grad_(False)
+    data, found, work = few[0].samples("train+val"), [], []
+    for short in (True, False):
+        if not short:
+            monkeypatch.setattr(sys.modules[trial_losses.__module__], "without_body", lambda *_: None)
+        work.append(count_flops(lambda: found.append(trial_losses(net, QUICK, data, "x"))))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-5)
+    assert work[0] < 0.5 * work[1]
 
 
 def test_double_precision(model, few):
