@@ -2,6 +2,7 @@
 
 import logging
 import re
+import runpy
 import subprocess
 import sys
 import warnings
@@ -78,7 +79,7 @@ def test_a_policy_is_not_worse_than_the_best_plain_strategy_of_its_own_trials(dr
     common.metanets.load_state_dict({**selector.state_dict(), "last": torch.zeros_like(selector.last)})
     pairs = [(p.score.accuracy, c.score.accuracy) for some in (seen, unseen) for p, c in zip(policy.score(some, HERE), common.score(some, HERE), strict=True)]
     gains = torch.tensor([p - c for p, c in pairs], dtype=torch.float64)
-    assert gains.mean() >= -gains.std() / len(gains) ** 0.5, gains
+    assert gains.mean() >= 0, gains
     before = sum((model(c.test.x).argmax(1) == c.test.y).double().mean().item() for c in [*seen, *unseen]) / len(pairs)
     assert sum(p for p, _ in pairs) / len(pairs) > before + 0.1
 
@@ -106,12 +107,22 @@ def model():
 
 @pytest.mark.slow
 def test_out_of_the_box(drawn):
+    """With the defaults, on the test samples of all clients: no plain method is better, at whatever rate it chooses."""
     model, seen, unseen, _ = drawn
     policy = FedL2P(model).fit(seen)
     best = policy.compare([*seen, *unseen], rates=(0.3, 0.1, 0.03, 0.01))
-    for method in best.scores:
-        gain, error = best.gain("policy", method)
-        assert method == "policy" or gain > -error, best
+    assert all(best.gain("policy", method)[0] >= 0 for method in best.scores), best
+
+
+@pytest.mark.slow
+def test_the_example(tmp_path, capsys):
+    """On a folder with other names than its own."""
+    looks = {"photo": "amazon", "cartoon": "dslr", "sketch": "webcam"}
+    for look in write_shapes(tmp_path, each=20, looks=tuple(looks)).iterdir():
+        look.rename(tmp_path / looks[look.name])
+    runpy.run_path(str(ROOT / "examples" / "own_clients.py"))["main"](str(tmp_path), "amazon")
+    said = capsys.readouterr().out
+    assert "FedL2P(model of 2 batch norms" in said and "| policy |" in said and "Client 'dslr-3'" in said and "% right" in said
 
 
 def test_personalized_models_are_plain_and_explained():
