@@ -64,7 +64,8 @@ def accuracies(policy: FedL2P, clients: list[Client]) -> dict[str, dict[str, flo
     common.metanets.load_state_dict({k: torch.zeros_like(t) if k == "last" else t for k, t in policy.metanets.state_dict().items()})
     compared = policy.compare(clients, runner=HERE)
     named = {name + (f" at rate {compared.rates[name]:g}" if name in compared.rates else ""): scores for name, scores in compared.scores.items()}
-    return named | {"common strategy": {r.id: 100 * r.score.accuracy for r in common.score(clients, HERE)}}
+    named |= {"common strategy": {r.id: 100 * r.score.accuracy for r in common.score(clients, HERE)}}
+    return {name: {id: round(v, 2) for id, v in scores.items()} for name, scores in named.items()}
 
 
 def run(data: Path, seed: int) -> dict:
@@ -78,30 +79,35 @@ def run(data: Path, seed: int) -> dict:
     return {"seed": seed, "said": policy.gained.notes[1], "unseen": [c.id for c in unseen], "accuracy": accuracies(policy, clients)}
 
 
-def gains(results: list[dict], pool: str, base: str) -> list[list[float]]:
-    """Policy less a method whose name begins so, by seed and client."""
-    found = []
-    for r in results:
-        [name] = [n for n in r["accuracy"] if n.startswith(base)]
-        mine, other = r["accuracy"]["policy"], r["accuracy"][name]
-        found.append([mine[id] - other[id] for id in mine if (id in r["unseen"]) == (pool == "unseen")])
-    return found
+def percents(results: list[dict], method: str, unseen: bool) -> list[list[float]]:
+    """By seed and client; a method may have another rate in each seed."""
+    found = [next(v for name, v in r["accuracy"].items() if name.partition(" at rate")[0] == method) for r in results]
+    return [[v for id, v in scores.items() if (id in r["unseen"]) == unseen] for r, scores in zip(results, found, strict=True)]
+
+
+def error(values: list[float]) -> float:
+    return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
+
+
+def gain(policy: list[list[float]], other: list[list[float]]) -> str:
+    """What the policy gains: mean, and standard errors over seeds / over clients."""
+    gains = [[a - b for a, b in zip(*pair, strict=True)] for pair in zip(policy, other, strict=True)]
+    seeds, clients = [statistics.mean(g) for g in gains], [g for some in gains for g in some]
+    return f"{statistics.mean(seeds):+.1f} ± {error(seeds):.1f} / {error(clients):.1f}"
 
 
 def table(results: list[dict]) -> str:
-    """Means over seeds, and what the policy gains, with standard errors over seeds / over clients."""
-    lines = ["| method | seen | policy gains | unseen | policy gains |", "|---|---|---|---|---|"]
-    for name in results[0]["accuracy"]:
-        base, cells = name.partition(" at rate")[0], []
-        for pool in ("seen", "unseen"):
-            by_seed, policy = gains(results, pool, base), gains(results, pool, "no fine-tuning")
-            start = [v for r in results for id, v in r["accuracy"]["no fine-tuning"].items() if (id in r["unseen"]) == (pool == "unseen")]
-            all_gains, over = [g for gs in by_seed for g in gs], [g for gs in policy for g in gs]
-            mean = statistics.mean(start) + statistics.mean(over) - statistics.mean(all_gains)
-            errors = [statistics.stdev(v) / len(v) ** 0.5 if len(v) > 1 else float("nan") for v in ([statistics.mean(gs) for gs in by_seed], all_gains)]
-            cells += [f"{mean:.1f}", "" if base == "policy" else f"{statistics.mean(all_gains):+.1f} ± {errors[0]:.1f} / {errors[1]:.1f}"]
-        lines.append(f"| {base} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *(f"Seed {r['seed']}: {', '.join(n for n in r['accuracy'] if ' at rate' in n)}. {r['said']}" for r in results)])
+    """Means over seeds and clients, and what the policy gains over each method; then what was chosen in each seed."""
+    lines = ["| method | seen | policy gains | unseen | policy gains |", "|---|---:|---:|---:|---:|"]
+    for method in [name.partition(" at rate")[0] for name in results[0]["accuracy"]]:
+        cells = []
+        for unseen in (False, True):
+            scores = percents(results, method, unseen)
+            mean = statistics.mean(v for some in scores for v in some)
+            cells += [f"{mean:.1f}", "" if method == "policy" else gain(percents(results, "policy", unseen), scores)]
+        lines.append(f"| {method} | {' | '.join(cells)} |")
+    rates = [", ".join(name for name in r["accuracy"] if " at rate" in name) for r in results]
+    return "\n".join([*lines, "", *(f"Seed {r['seed']}: {chosen}. {r['said']}" for r, chosen in zip(results, rates, strict=True))])
 
 
 def main(data: Path | None, seeds: list[int]) -> None:
