@@ -22,13 +22,14 @@ from torch.nn import functional as F
 
 from .bn import Mode
 from .checkpoint import fingerprint
-from .client import Config, profile_of
+from .config import Config
 from .core import Json, State, device_of, evaluating, generator, load_tensors, save_tensors, warn
 from .data import Client, Data, check, split_batches
 from .federated import FedAdam, Update, fedavg, run_round
 from .losses import loss_name, loss_of
 from .many import Race, judge_race, run_race, start_race
 from .metanet import signature
+from .policy import profile_of
 from .runner import Runner, Task
 from .selector import candidates, inputs_of, scores_of, size_of, strategy_of
 

@@ -20,14 +20,16 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from .bn import beta_buffers, bn_layers, bn_mode
-from .client import Config, personal_profile, policy, score_all, score_strategies, with_state
+from .config import Config
 from .core import Json, State, Table, cores, device_of, evaluating, generator, log, markdown, require, warn
 from .cost import budget
 from .data import Client, Data, check, split_batches
 from .finetune import finetune
 from .many import CHUNK, SMALL, run_race, start_race
 from .metanet import signature
+from .policy import personal_profile, policy, with_state
 from .runner import Runner, Task, attempt
+from .scoring import score_all, score_strategies
 from .selector import candidates, strategy_of
 from .strategy import Strategy, bn_c, bn_g, bn_i, head_only
 
@@ -113,10 +115,10 @@ def gained(
     if "common_loss" in found:
         gain = f"{found['common_gain']:.3f} ± {found['common_error']:.3f}"
         rows = [["no fine-tuning (β 0 or 1)", f"{found['none_loss']:.3f}", ""],
-                [f"best plain strategy: {common}", f"{found['common_loss']:.3f}", gain]]
+                [f"best single strategy for all: {common}", f"{found['common_loss']:.3f}", gain]]
         loss = f"{found['common_loss'] - found['gain'] * found['looks']:.3f}"
     else:  # losses stay on the clients' machines
-        rows, loss = [[f"best plain strategy: {common}", "", ""]], ""
+        rows, loss = [[f"best single strategy for all: {common}", "", ""]], ""
     rows.append(["policy", loss, f"{found['gain']:.3f} ± {found['error']:.3f}" if found["looks"] else "0"])
     measured = f"it lowers the loss by {found['gain']:.3f} ± {found['error']:.3f}"
     crosswise = " on clients that it had not learned from" if found["error"] else ", for want of clients to try it on"

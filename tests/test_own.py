@@ -67,14 +67,14 @@ def test_a_policy_is_not_worse_than_the_best_plain_strategy_of_its_own_trials(dr
     model, seen, unseen, root = drawn
     policy = FedL2P(model, Config(epochs=4, splits=2)).fit(seen, runner=Runner(0, progress=bar))
     said = capsys.readouterr().err
-    assert "8 clients x" in said and "1 at a time: about" in said and "best plain strategy" in said
+    assert "8 clients x" in said and "1 at a time: about" in said and "best single strategy for all: " in said
     assert re.search(r"8/8 .*loss \d", said)  # on the bar of the trials
     assert repr(policy).startswith("FedL2P(model of 3 batch norms and 11 tensors, start='trials', fitted by trials of 8 clients")
     selector = policy.metanets
     assert isinstance(selector, Selector)
     plain = selector.candidates[int(selector.common.argmax())]
-    assert policy.chosen["common"] == str(plain) in policy.gained.rows[1][0]
-    assert policy.chosen["common_loss"] < policy.chosen["none_loss"]  # which the best of all candidates cannot exceed
+    assert policy.trials["common"] == str(plain) in policy.gained.rows[1][0]
+    assert policy.trials["common_loss"] < policy.trials["none_loss"]  # which the best of all candidates cannot exceed
     common = FedL2P(model, policy.config)  # the same selector that does not look
     common.metanets.load_state_dict({**selector.state_dict(), "last": torch.zeros_like(selector.last)})
     pairs = [(p.score.accuracy, c.score.accuracy) for some in (seen, unseen) for p, c in zip(policy.score(some, HERE), common.score(some, HERE), strict=True)]
@@ -210,7 +210,7 @@ def test_other_losses_are_used_everywhere():
     clients = blobs()
     ours = FedL2P(mlp(), QUICK, smooth).fit(clients, runner=HERE)
     plain = FedL2P(mlp(), QUICK).fit(clients, runner=HERE)
-    assert seen and ours.chosen["none_loss"] > 5 * plain.chosen["none_loss"]
+    assert seen and ours.trials["none_loss"] > 5 * plain.trials["none_loss"]
     assert ours.score(clients, HERE)[0].score.loss > plain.score(clients, HERE)[0].score.loss
     assert not hasattr(ours.personalize(clients[0]), "_loss") or not vars(ours.personalize(clients[0]))["_loss"]
     assert not hasattr(mlp(), "_loss")
