@@ -239,7 +239,7 @@ def _rounds(
         course = course.after(_judged(model, config, course, clients, runner), config.keep, final=True)
         yield _if_it_helps(model, config, course, clients, runner) if config.start == "trials" else course
 
-# %% ../nbs/library/rounds.ipynb #b1cd3b66
+# %% ../nbs/library/rounds.ipynb #1b81eca6
 def _settings(model: nn.Module, config: Config, clients: Sequence[Client], folder: Path | None) -> Json:
     "What a checkpoint must agree with."
     settings = asdict(config) | ({"loss": name} if (name := loss_name(model)) else {})
@@ -269,7 +269,8 @@ def learn(
         if config.start == "trials":
             save_course(folder, settings, course)
             tell(watch, {"stage": "trials", **course.trials})
-    for course in _rounds(model, config, course, clients, runner) if config.rounds else ():  # noqa: B020, one course later
+    rounds = _rounds(model, config, course, clients, runner) if config.rounds else ()
+    for course in rounds:  # each one round later
         save_course(folder, settings, course)
         tell(watch, course.history[-1])
     if course.history and not any(r["clients"] for r in course.history):

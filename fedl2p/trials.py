@@ -28,7 +28,7 @@ from .data import Client, Data, check, split_batches
 from .federated import FedAdam, Update, fedavg, run_round
 from .frozen import without_body
 from .losses import loss_name, loss_of
-from .many import Race, judge_race, pick_engine, run_race, start_race
+from .many import Race, judge_race, run_race, start_race
 from .metanet import signature
 from .policy import profile_of
 from .runner import Runner, Task
@@ -108,7 +108,6 @@ def trial_losses(
     alive = list(range(len(tried)))
     splits = [_split(data, config, k, id) for k in range(config.splits)]
     heats: list[list[_Heat]] = [[] for _ in splits]
-    config = replace(config, engine=pick_engine(model, data.x[:config.batch_size], config.engine))  # once for all
     light = len(alive) * len(splits) * sum(p.numel() for p in model.parameters()) <= ROOM
     with torch.no_grad(), evaluating(model):
         worst = 2 * _guess(model, data)

@@ -38,10 +38,9 @@ def _step_seconds(model: nn.Module, config: Config, client: Client) -> float:
     "One step of fine-tuning, measured: the second of two, since the first is slower."
     names, like = signature(model), next(model.parameters())
     data = client.train.to(device_of(model))
-    engine = pick_engine(model, data.x[:config.batch_size], config.engine)
-    n = CHUNK if engine == "vmap" else 1
+    n = CHUNK if pick_engine(model, config.engine) == "vmap" else 1
     tried = [strategy_of(c, names, like) for c in candidates(bool(names.bn_layers)) if c.who == "all"][:n]
-    begin = start_race(model, tried, data, config.tuning, generator(0), engine)
+    begin = start_race(model, tried, data, config.tuning, generator(0), config.engine)
     race = run_race(model, begin, "mix", 1)
     start = time.perf_counter()
     run_race(model, race if race.steps else begin, "mix", 1)
@@ -53,7 +52,7 @@ def in_words(
 ) -> str: # "about 12 minutes"
     "A time, roughly."
     if seconds < 90:
-        return f"about {max(1, round(seconds))} seconds"
+        return "about a second" if seconds < 1.5 else f"about {round(seconds)} seconds"
     return f"about {seconds / 60:.0f} minutes" if seconds < 90 * 60 else f"about {seconds / 3600:.1f} hours"
 
 

@@ -501,3 +501,26 @@ assert main(["flower", "cifar10"]) == 1
 """)
     assert done.returncode == 0, done.stderr
     assert done.stderr.strip() == 'fedl2p: fedl2p.flower needs Flower: pip install "fedl2p[flower]"'
+
+
+def test_a_start_that_fails_leaves_no_processes_to_the_next(monkeypatch):
+    """On a busy machine Ray gives up on itself; what it had started ran on, and made the machine busier still."""
+    import ray
+
+    from fedl2p import flower
+
+    started = []
+
+    def init(**settings):
+        started.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
+        if len(started) < 3:
+            raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "is_initialized", lambda: len(started) == 3)
+    monkeypatch.setenv("PYTHONPATH", "")
+    flower._start_ray(1)
+    first, second, third = started
+    assert first.wait(60) == second.wait(60) == -9 and third.poll() is None
+    third.kill()
+    third.wait(60)

@@ -177,7 +177,7 @@ def test_a_policy_of_version_0_1_0_loads(model, federation, tmp_path):
     assert torch.equal(learner.strategy(client).eta, again.strategy(client).eta)
     again.save(path)
     written = load_tensors(path, "fedl2p metanets 1")[1]
-    trials = ("start", "splits", "held_back", "halving", "looks_at", "choosing_rounds", "refining_lr", "mean")
+    trials = ("start", "splits", "held_back", "halving", "looks_at", "choosing_rounds", "refining_lr", "mean", "engine")
     new = {"statistics": "zero-one", "personalize_on": "train+val", "fill": [0.0]}
     new |= {name: json.loads(json.dumps(getattr(QUICK, name))) for name in trials}
     assert {**written, "fedl2p": "0.1.0", "config": ""} == {**header, "config": ""}  # what is written now has the same header

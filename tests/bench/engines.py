@@ -1,6 +1,6 @@
 """Where `vmap` pays: one step of sixteen strategies side by side, in the time of a loop, for networks with more and more arithmetic.
 
-    python tests/bench/engines.py     about a minute of one core; `LIGHT` of `fedl2p.many` is read from it
+    python tests/bench/engines.py     about a minute of one core
 
 Processor time, the least of three turns that the engines take one after the other.
 """
@@ -13,7 +13,7 @@ from fedl2p.bn import mix_bn
 from fedl2p.data import Data
 from fedl2p.digits import small_cnn
 from fedl2p.finetune import Tuning
-from fedl2p.many import CHUNK, pick_engine, run_race, start_race
+from fedl2p.many import CHUNK, run_race, start_race
 from fedl2p.measure import count_flops
 from fedl2p.strategy import bn_c
 from fedl2p.studies.models import small_resnet
@@ -45,10 +45,10 @@ def main() -> None:
                 taken[engine].append(time.process_time() - start)
         loop, vmap = (min(taken[engine][1:]) for engine in ("loop", "vmap"))
         with torch.no_grad():
-            rows.append((count_flops(lambda model=model, data=data: model(data.x)) / 1e6, name, vmap / loop, pick_engine(model, data.x)))
-    print("| network | operations of a batch, millions | vmap / loop | auto |\n|---|--:|--:|---|")
-    for operations, name, ratio, choice in sorted(rows):
-        print(f"| {name} | {operations:.0f} | {ratio:.2f} | {choice} |")
+            rows.append((count_flops(lambda model=model, data=data: model(data.x)) / 1e6, name, vmap / loop))
+    print("| network | operations of a batch, millions | vmap / loop |\n|---|--:|--:|")
+    for operations, name, ratio in sorted(rows):
+        print(f"| {name} | {operations:.0f} | {ratio:.2f} |")
 
 
 if __name__ == "__main__":

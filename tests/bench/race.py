@@ -4,7 +4,7 @@
 
 Every candidate of every client is fine-tuned to the end and judged at each rung of the race, in each split: some seconds a client
 on digits, half a minute on CIFAR-10. These tables are kept in FOLDER, one file a client; without further arguments, only those that
-are there are read. On each table the race is run again by its rule: candidates that it would have stopped are not looked at later.
+are there are read: `python tests/bench/race.py tests/bench/race` shows ours. On each table the race is run again by its rule: candidates that it would have stopped are not looked at later.
 For the first client that is new, the race of `trial_losses` itself must agree.
 """
 
@@ -40,7 +40,7 @@ def full_table(model, config, data, id) -> list[list[list[float]]]:
         heats = TRIALS._heats(model, config, everybody, split[0], (config.seed, "trial", k, id))
         for r, epoch in enumerate(rungs(config)):
             heats, losses = TRIALS._go_on(model, config, heats, split, epoch, everybody)
-            table[r][k] = [min(losses[i], worst) if math.isfinite(losses[i]) else worst for i in everybody]
+            table[r][k] = [round(min(losses[i], worst) if math.isfinite(losses[i]) else worst, 5) for i in everybody]
     return table
 
 
