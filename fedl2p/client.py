@@ -14,6 +14,7 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -116,6 +117,16 @@ def meta_steps(
             move(model, config, metanets, step, client.val[part])
 
 # %% ../nbs/10_client.ipynb #d9f211dd
+_told: WeakSet[nn.Module] = WeakSet()  # models of which it was said
+
+
+def _warn_once(model: nn.Module, warning: Warning) -> None:
+    "Pass a warning on, the first time for a model: Python itself forgets what it has shown when filters change."
+    if model not in _told:
+        _told.add(model)
+        warnings.warn(warning, stacklevel=3)
+
+
 def learn_client(
     model: nn.Module, # pretrained, as returned by `mix_bn`
     config: Config,
@@ -131,7 +142,7 @@ def learn_client(
         warnings.simplefilter("always")
         reports = [_report(step) for step in meta_steps(model, config, metanets, client, config.meta_steps, key)]
     if lacking := [w.message for w in caught if issubclass(w.category, NoSecondDerivative)]:
-        warnings.warn(lacking[0], stacklevel=2)  # its text is the same for all clients, so a process shows it once
+        _warn_once(model, lacking[0])
     report = {**reports[0], "diverging": sum(issubclass(w.category, NeumannDiverges) for w in caught)}
     if config.keep == "after":
         report["val_loss"] = statistics.mean(r["val_loss"] for r in reports)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .config import Config
-from .core import Json, Table, markdown
+from .core import Json, Table, comments_in_help, markdown
 from .data import Data
 from .metanet import Signature, signature
 from .policy import Policy, personal_profile, policy, untrained
@@ -161,6 +161,11 @@ def described(
 ) -> str:
     "A policy in one line."
     names, looks = signature(model), "; it looks at each client" if trials.get("looks") else ""
-    done = f"fitted, {len(history)} rounds{looks}" if trials or history else "not fitted here"
+    ways = [f"trials of {trials['clients']} clients"] if "clients" in trials else []
+    ways += [f"{len(history)} rounds"] if history else []
+    done = f"fitted by {' and '.join(ways)}{looks}" if ways else "not fitted here"
     size = f"{len(names.bn_layers)} batch norms and {len(names.tensors)} tensors"
     return f"FedL2P(model of {size}, start={config.start!r}, {done})"
+
+# %% ../nbs/library/explain.ipynb #bbe093f0
+comments_in_help(__name__)

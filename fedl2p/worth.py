@@ -52,7 +52,7 @@ def in_words(
 ) -> str: # "about 12 minutes"
     "A time, roughly."
     if seconds < 90:
-        return f"about {max(1, round(seconds))} seconds"
+        return "about a second" if seconds < 1.5 else f"about {round(seconds)} seconds"
     return f"about {seconds / 60:.0f} minutes" if seconds < 90 * 60 else f"about {seconds / 3600:.1f} hours"
 
 
