@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, TypedDict, cast
 import numpy as np
 from torch import nn
 
-from .client import Result
 from .core import require
 from .metanet import signature
+from .scoring import Result
 
 # %% ../nbs/library/analysis.ipynb #05f4ffbd
 class Record(TypedDict, total=False):
@@ -98,9 +98,9 @@ def legend_below(
     ax, # axes of the figure whose artists have labels
     title: str | None = None, # title of the legend
 ) -> None:
-    "A legend under a figure, as wide as fits."
+    "A legend under a figure, as wide as fits; none of more than 20 names, which would leave no room for the figure."
     handles, names = ax.get_legend_handles_labels()
-    if names:
+    if 0 < len(names) <= 20:
         columns = max(1, min(len(names), 55 // (max(map(len, names)) + 5)))
         fig.legend(handles, names, loc="outside lower center", ncols=columns, fontsize="small", title=title)
 
@@ -199,7 +199,8 @@ def plot_sparsity(
         top.plot(sorted(sparsity(old, layers["sizes"])), color="0.6", lw=1, label="before learning")
         bottom.plot(frozen(old), places, "|", color="0.4")
     top.set(xlabel="clients, sorted", ylabel="sparsity", ylim=(-0.05, 1.05), xticks=[])
-    top.legend(fontsize="small", ncols=2)
+    if len(set(domains)) <= 20:
+        top.legend(fontsize="small", ncols=2)
     bottom.set_yticks(places, names, fontsize="x-small")
     bottom.set(xlabel="share of clients that freeze the tensor", xlim=(0, 1), ylim=(len(names) - 0.4, -0.6))
     return fig

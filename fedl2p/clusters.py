@@ -19,12 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from .analysis import Record, figure
-from .client import Config, personal_profile, policy, score_all
+from .config import Config
 from .core import Table, device_of, require
 from .data import Client
 from .learner import FedL2P
+from .policy import personal_profile, policy
 from .profile import Profile
 from .runner import Runner
+from .scoring import score_all
 from .strategy import Strategy
 
 # %% ../nbs/13_clusters.ipynb #d7e6a3be
@@ -64,9 +66,9 @@ def distance_map(
     names = sorted(set(domains))
     apart = distances(rows)
     different = ~torch.eye(len(rows), dtype=torch.bool)  # pairs of two clients
-    members = torch.tensor([[d == name for d in domains] for name in names])
-    means = [apart[a[:, None] & b & different].mean() for a in members for b in members]  # nan for no pairs
-    between_domains = torch.stack(means).view(len(names), -1)
+    members = torch.tensor([[d == name for d in domains] for name in names]).double()
+    sums, pairs = (members @ t @ members.T for t in (apart, different.double()))
+    between_domains = sums / pairs  # nan for no pairs
     own = between_domains.diagonal()
     reasons = {"one client only": own.isnan(), "all clients alike": own == 0}
     why = [f"{reason}: {', '.join(n for n, m in zip(names, mask, strict=True) if m)}"
@@ -93,9 +95,10 @@ def plot_maps(
         ax.set_facecolor("0.85")
         image = ax.imshow(values.numpy(), vmin=-limit, vmax=limit, cmap="RdBu_r")
         ax.set_title(name)
-        ax.set_xticks(range(count), names, rotation=60, ha="right", fontsize="x-small")
-        ax.set_yticks(range(count), names, fontsize="x-small")
-        for (j, k), value in np.ndenumerate(values.numpy()):
+        step = math.ceil(count / 30)  # names of more domains would not be legible
+        ax.set_xticks(range(0, count, step), names[::step], rotation=60, ha="right", fontsize="x-small")
+        ax.set_yticks(range(0, count, step), names[::step], fontsize="x-small")
+        for (j, k), value in np.ndenumerate(values.numpy() if count <= 15 else np.zeros((0, 0))):
             ax.text(k, j, "–" if value != value else f"{value:.1f}", ha="center", va="center", fontsize="x-small")
         if why:
             ax.set_xlabel(fill(why, 45), fontsize="xx-small")

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,8 @@ from torch import nn
 
 from .bn import Mode, mix_bn
 from .checkpoint import fingerprint
-from .client import Config, Result, describe_client, learn_client, score_policy, validate_client
+from .client import learn_client, validate_client
+from .config import Config
 from fedl2p.core import (
     State,
     check_type,
@@ -46,7 +47,9 @@ from .federated import MAX_WEIGHT, Update, refusal
 from .finetune import Score
 from .metanet import signature
 from .pretraining import Recipe, train_client
+from .rounds import describe_client
 from .runner import MAX_WORKERS, Failure, Outcome, Task, attempt
+from .scoring import Result, score_policy
 from .strategy import Strategy
 from .trials import choose_client, keep, kept_file, recall, try_client
 
@@ -456,20 +459,26 @@ _START = 600.0  # seconds in which the processes of a simulation must have start
 
 
 def _start_ray(workers: int) -> None:
-    "Start Ray, again and again on a busy machine: it gives one of its processes 30 s, which cannot be changed."
+    "Start Ray, again and again on a busy machine: it gives some of its processes 30 s, which cannot be changed."
     import ray
     from ray._private import ray_constants
 
     end, handler = time.monotonic() + _START, signal.getsignal(signal.SIGTERM)
     if hasattr(ray_constants, "RAY_DASHBOARD_STARTUP_TIMEOUT_S"):  # and another one 60 s, which can
         ray_constants.RAY_DASHBOARD_STARTUP_TIMEOUT_S = int(_START)
-    paths = os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")])  # as Flower would do
+    os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")])  # for its processes
+    import psutil  # Ray brings it, and knows where it is
+
+    others = psutil.Process().children(recursive=True)
     while not ray.is_initialized():
         try:
-            ray.init(num_cpus=workers, log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR,
-                     runtime_env={"env_vars": {"PYTHONPATH": paths}})
+            ray.init(num_cpus=workers, log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)
         except Exception as error:
             ray.shutdown()
+            for process in psutil.Process().children(recursive=True):  # a start that failed leaves some behind
+                if process not in others:
+                    with suppress(psutil.NoSuchProcess):
+                        process.kill()
             if time.monotonic() > end:
                 raise RuntimeError(f"the processes of the simulation do not start in {_START:g} s ({error})") from error
     if threading.current_thread() is threading.main_thread() and handler is not None:

@@ -1,6 +1,19 @@
-"""One thread for each process of the tests: they are small, and run on all cores already."""
+"""One thread for each process of the tests: they are small, and run on all cores already. And the longest files first."""
 
 import os
+from collections import Counter
 
 # More threads than cores cost more than they bring. Set before torch is imported, and passed on to child processes.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+FIRST = ("test_flower_deployment.py", "test_flower_simulation.py")  # few tests, a minute or so each
+
+
+def pytest_configure(config):
+    config.option.loadscopereorder = False  # of pytest-xdist: files with the most tests first, and the longest test, alone in its file, last
+
+
+def pytest_collection_modifyitems(items):
+    """Long files first, then those with the most tests, so that no process waits for another at the end."""
+    tests = Counter(item.path.name for item in items)
+    items.sort(key=lambda item: (item.path.name not in FIRST, -tests[item.path.name]))

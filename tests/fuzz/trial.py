@@ -70,13 +70,12 @@ def trial(cases, seed=0, first=0):
             kinds[kind] = kinds.get(kind, 0) + 1
             if fault:
                 faults[number] = f"{kind}: {name[:200]}: {fault[:400]}"
+                print(number, faults[number], flush=True)  # at once: a long trial may be stopped
     return faults, kinds
 
 
 def main(args):
     start = time.monotonic()
     faults, kinds = trial(args.cases, args.seed, args.first)
-    for number, fault in faults.items():
-        print(number, fault)
     print(json.dumps({"cases": args.cases, "seed": args.seed, "first": args.first, "not clean": len(faults), "kinds": kinds, "seconds": round(time.monotonic() - start)}))
     return bool(faults)
