@@ -1,6 +1,7 @@
-"""From a folder of images to a personalized model that ships: `python examples/own_clients.py [FOLDER]`.
+"""From a folder of images to a personalized model that ships: `python examples/own_clients.py [FOLDER DOMAIN]`.
 
-FOLDER holds <domain>/<class>/<image>; without it, images are drawn: seven shapes in four looks. Copy and change what you need.
+FOLDER holds <domain>/<class>/<image>, and DOMAIN is the one to pretrain on; without them, images are drawn: seven shapes in four looks.
+Copy and change what you need.
 """
 
 import sys
@@ -35,18 +36,18 @@ def pretrain_on(model: nn.Module, files: list[Path], classes: list[str], look: T
     return model.eval()
 
 
-def main(folder: Path | None = None) -> None:
+def main(folder: str = "", source: str = "photo") -> None:
     torch.manual_seed(0)
     out = Path(mkdtemp())
-    root = folder or write_shapes(out / "shapes")
+    root = Path(folder) if folder else write_shapes(out / "shapes", each=30)
     look, classes = ToTensor(size=16), class_names(root)
-    first = images_in(root / "photo") if folder else images_in(write_shapes(out / "more", each=30, seed=1) / "photo")
-    model = pretrain_on(network(len(classes)), first, classes, look)
+    model = pretrain_on(network(len(classes)), images_in(root / source), classes, look)
 
-    clients: list[Client] = clients_from_folder(root, look, clients_each=3)  # three of each look; read when it is their turn
-    newcomers = clients[2::3]
+    # Four clients of each other domain, of which one comes later; images are read when it is a client's turn.
+    clients: list[Client] = [c for c in clients_from_folder(root, look, clients_each=4) if c.domain != source]
+    newcomers = clients[3::4]
     policy = FedL2P(model, Config(epochs=5)).fit([c for c in clients if c not in newcomers])
-    print(policy.gained.notes[-1])
+    print(policy)
     print(policy.compare(newcomers, rates=(0.1, 0.01)))
     policy.save(out / "policy.safetensors")
 
@@ -58,4 +59,4 @@ def main(folder: Path | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:2]))
+    main(*sys.argv[1:3])

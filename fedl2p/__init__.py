@@ -9,14 +9,14 @@ __all__ = ["FedL2P", "Config", "Client", "Data", "make_client", "Strategy", "mix
 
 if TYPE_CHECKING:
     from .bn import mix_bn
-    from .client import Config
+    from .config import Config
     from .data import Client, Data, make_client
     from .learner import FedL2P
     from .pretraining import pretrain
     from .strategy import Strategy
 else:
     _HOMES = {
-        "FedL2P": "learner", "Config": "client", "Client": "data", "Data": "data", "make_client": "data",
+        "FedL2P": "learner", "Config": "config", "Client": "data", "Data": "data", "make_client": "data",
         "Strategy": "strategy", "mix_bn": "bn", "pretrain": "pretraining",
     }
 

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, TypedDict, cast
 import numpy as np
 from torch import nn
 
-from .client import Result
 from .core import require
 from .metanet import signature
+from .scoring import Result
 
 # %% ../nbs/library/analysis.ipynb #05f4ffbd
 class Record(TypedDict, total=False):

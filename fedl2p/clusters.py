@@ -19,12 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from .analysis import Record, figure
-from .client import Config, personal_profile, policy, score_all
+from .config import Config
 from .core import Table, device_of, require
 from .data import Client
 from .learner import FedL2P
+from .policy import personal_profile, policy
 from .profile import Profile
 from .runner import Runner
+from .scoring import score_all
 from .strategy import Strategy
 
 # %% ../nbs/13_clusters.ipynb #d7e6a3be

@@ -6,10 +6,12 @@
 __all__ = ['State', 'Json', 'brief', 'require', 'require_choice', 'warn', 'log', 'check_type', 'check_fields', 'generator',
            'device_of', 'require_full_precision', 'evaluating', 'seeded', 'write_file', 'save_tensors', 'load_tensors',
            'header_entry', 'load_into', 'write_json', 'load_or_make', 'read_json', 'claimed', 'cores', 'pick_device',
-           'versions', 'Table', 'markdown']
+           'versions', 'Table', 'markdown', 'comments_in_help']
 
 # %% ../nbs/library/core.ipynb #36ff153a
+import ast
 import hashlib
+import inspect
 import json
 import logging
 import os
@@ -418,6 +420,9 @@ class Table(NamedTuple):
     labels: int = 1 # so many first columns are text, to the left; the others are numbers, to the right
     notes: Sequence[str] = () # paragraphs
 
+    def __str__(self) -> str:
+        return markdown(self)
+
     def _repr_markdown_(self) -> str:
         return markdown(self)
 
@@ -429,3 +434,45 @@ def markdown(
     rule = "|" + "---|" * table.labels + "---:|" * (len(table.head) - table.labels)
     first, *rows = ["| " + " | ".join(row) + " |" for row in (table.head, *table.rows)]
     return "\n\n".join(["\n".join([first, rule, *rows]), *table.notes]) + "\n"
+
+# %% ../nbs/library/core.ipynb #c713b765
+def _comment(lines: Sequence[str], node: ast.stmt | ast.expr | ast.arg) -> str:
+    "The comment behind a piece of code, on its last line; empty if there is none."
+    rest = lines[(node.end_lineno or 1) - 1].encode()[node.end_col_offset or 0 :].decode()
+    found = re.search(r"(?:^|\s)#\s?(.*)$", rest)
+    return re.sub(r"^noqa\b[^;]*;?\s*", "", found[1]).strip() if found else ""
+
+
+def _entries(lines: Sequence[str], node: ast.FunctionDef | ast.ClassDef) -> list[str]:
+    "Parameters of a function, or fields of a class, that have a comment."
+    if isinstance(node, ast.ClassDef):
+        said = {ast.unparse(s.target): _comment(lines, s) for s in node.body if isinstance(s, ast.AnnAssign)}
+    else:
+        more = [a for a in (node.args.vararg, node.args.kwarg) if a]
+        said = {a.arg: _comment(lines, a) for a in (*node.args.args, *node.args.kwonlyargs, *more)}
+    rows = [f"    {name}: {text}" for name, text in said.items() if text]
+    returns = _comment(lines, node.returns) if isinstance(node, ast.FunctionDef) and node.returns else ""
+    head = "Attributes:" if isinstance(node, ast.ClassDef) else "Args:"
+    return [*([head, *rows] if rows else []), *([f"Returns:\n    {returns}"] if returns else [])]
+
+
+def _document(thing: Any, node: ast.FunctionDef | ast.ClassDef, lines: Sequence[str]) -> None:
+    "Add comments to the docstring of a function or a class, and of its methods."
+    for inner in node.body if isinstance(node, ast.ClassDef) else []:
+        if isinstance(inner, ast.FunctionDef) and inspect.isfunction(vars(thing).get(inner.name)):
+            _document(vars(thing)[inner.name], inner, lines)
+    if added := _entries(lines, node):
+        thing.__doc__ = "\n".join([thing.__doc__ or "", "", *added])
+
+
+def comments_in_help(
+    name: str, # of a module that is being imported, its `__name__`
+) -> None:
+    "Let `help` show the comments beside parameters and fields of a module's public functions and classes."
+    try:
+        source = inspect.getsource(sys.modules[name])
+    except (OSError, TypeError):  # a program without its source, or a notebook
+        return
+    for node in ast.parse(source).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+            _document(getattr(sys.modules[name], node.name), node, source.splitlines())

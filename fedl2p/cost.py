@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from .bn import bn_layers, bn_mode
-from .client import Config, policy, profile_of, untrained
+from .config import Config
 from .core import evaluating, generator, require
 from .data import Client, Data, check, split_batches
 from .finetune import finetune, loss_on
 from .hypergrad import HVPS, Descent, Hyper, Loss, Weights, add, curvature, fomaml, gradient, ift, times
 from .measure import count_flops, peak_memory, seconds
 from .metanet import MetaNets
+from .policy import policy, profile_of, untrained
 from .profile import profile
 from .trials import COMMON_ROUNDS, FOLDS, rungs
 

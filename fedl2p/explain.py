@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .client import Config, Policy, personal_profile, policy, untrained
-from .core import Json, Table, markdown
+from .config import Config
+from .core import Json, Table, comments_in_help, markdown
 from .data import Data
 from .metanet import Signature, signature
+from .policy import Policy, personal_profile, policy, untrained
 from .selector import FAR, Selector
 from .strategy import Strategy
 
@@ -155,11 +156,16 @@ def explain_client(
 def described(
     model: nn.Module, # as returned by `mix_bn`
     config: Config,
-    chosen: Json, # what trials found
+    trials: Json, # what trials found
     history: Sequence[Json], # rounds
 ) -> str:
     "A policy in one line."
-    names, looks = signature(model), "; it looks at each client" if chosen.get("looks") else ""
-    done = f"fitted, {len(history)} rounds{looks}" if chosen or history else "not fitted here"
+    names, looks = signature(model), "; it looks at each client" if trials.get("looks") else ""
+    ways = [f"trials of {trials['clients']} clients"] if "clients" in trials else []
+    ways += [f"{len(history)} rounds"] if history else []
+    done = f"fitted by {' and '.join(ways)}{looks}" if ways else "not fitted here"
     size = f"{len(names.bn_layers)} batch norms and {len(names.tensors)} tensors"
     return f"FedL2P(model of {size}, start={config.start!r}, {done})"
+
+# %% ../nbs/library/explain.ipynb #bbe093f0
+comments_in_help(__name__)

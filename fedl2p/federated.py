@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .core import State, generator, require, warn
+from .core import State, generator, log, require, warn
 from .data import Client
-from .runner import Failure, Runner, Task
+from .runner import Failure, Runner, Task, bar
 
 # %% ../nbs/09_federated.ipynb #f363553f
 def average(
@@ -59,6 +59,11 @@ class Update(NamedTuple):
     report: dict[str, Any] = {} # what else the server may know
     kept: State = {} # what the client keeps for itself, and finds again in `client.kept`; it does not leave its machine
 
+    @property
+    def loss(self) -> float | None:
+        "What a progress bar shows: the validation loss, or the lowest loss of its trials."
+        return self.report.get("val_loss", self.kept["losses"].min().item() if "losses" in self.kept else None)
+
 
 class Round(NamedTuple):
     "What happened in a round."
@@ -68,6 +73,12 @@ class Round(NamedTuple):
     reports: dict[str, dict[str, Any]] # reports of the clients that are in the mean, by id
     failed: dict[str, Failure] # why the others are not
     kept: dict[str, State] = {} # what clients of this machine keep for themselves, by id
+
+    @property
+    def loss(self) -> float | None:
+        "What a progress bar shows: the mean validation loss."
+        losses = [report["val_loss"] for report in self.reports.values() if "val_loss" in report]
+        return sum(losses) / len(losses) if losses else None
 
 # %% ../nbs/09_federated.ipynb #be37d1d4
 MAX_WEIGHT = 1e6  # samples of one client: more than any here has, and sums of such weights are exact as floats
@@ -107,16 +118,22 @@ def run_round(
     number: int, # number of the round
     runner: Runner, # who does the clients' work
     mean: Callable[[State, Mapping[str, Update]], State] | None = None, # of updates by id; None is `average`
+    told: set[str] | None = None, # reasons that were warned of in earlier rounds; it grows
 ) -> Round:
     "Let the clients of a round work, and average what they send."
     reports, failed, kept, updates = {}, {}, {}, dict[str, Update]()
+    told, outcomes = set() if told is None else told, runner.run_all(tasks)
+    if runner.progress is bar:  # a round of large models takes minutes
+        outcomes = bar(outcomes, f"clients of round {number}", len(tasks), 0, leave=False)
 
     def usable() -> Iterator[tuple[State, float]]:
-        for task, outcome in zip(tasks, runner.run_all(tasks), strict=True):
+        for task, outcome in zip(tasks, outcomes, strict=True):
             id = task.client.id
             if failure := outcome.failure or refusal(outcome.value, state):
                 failed[id] = failure
-                warn(f"round {number}: client {id!r} is left out: {failure.reason}")
+                left_out = f"round {number}: client {id!r} is left out: {failure.reason}"
+                log(left_out, shown=False) if failure.reason in told else warn(left_out)
+                told.add(failure.reason)
             else:
                 reports[id], kept[id] = outcome.value.report, outcome.value.kept
                 if mean is not None:
@@ -181,11 +198,11 @@ def fedavg(
     "Federated averaging."
     by_id = {client.id: client for client in clients}
     require(len(by_id) == len(clients), "ids of clients", "all different", [client.id for client in clients])
-    empty = 0
+    empty, told = 0, set[str]()
     for number in range(done + 1, rounds + 1):
         ids = sample(by_id, fraction, seed, number)
         tasks = [Task(work, model, settings, state, by_id[id], number) for id in ids]
-        r = run_round(state, tasks, number, runner, mean)
+        r = run_round(state, tasks, number, runner, mean, told)
         empty = 0 if r.reports else empty + 1
         if empty and (len(ids) == len(by_id) or empty == EMPTY_ROUNDS):
             kind = Diverged if all(f.kind == "diverged" for f in r.failed.values()) else RuntimeError

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from .bn import beta_buffers, bn_layers, bn_mode
 from .core import State, evaluating, require, require_choice, require_full_precision, seeded
 from .data import Client, Data, Samples, split_batches
+from .frozen import without_body
 from .hypergrad import Descent, Hyper, Loss, Weights, descend
 from .losses import loss_of, total_loss
 from .profile import listening
@@ -230,7 +231,9 @@ def finetune(
     weights = {name: w.detach() for name, w in model.named_parameters() if w.requires_grad}
     frozen = {name: w.detach() for name, w in model.named_parameters() if not w.requires_grad}
     buffers = {**frozen, **client_buffers(model, tuning.statistics)}
-    steps = step_losses(model, data, buffers, tuning, generator)
+    same_looks = tuning.augment == "none" and not full  # features of a body that does not move are computed once
+    body = without_body(model, [strategy], data) if same_looks else None
+    steps = step_losses(*(body or (model, data)), buffers, tuning, generator)
     seed = int(torch.randint(2**62, (), generator=generator))
     steps = [same_masks(loss, seed + t, data.x.device) for t, loss in enumerate(steps)]
     path = Descent([], {0: weights}, weights, {})

@@ -58,7 +58,7 @@ class Fitted(NamedTuple):
 
     settings: Json # of the run
     history: list[Json] # rounds of hypergradients
-    chosen: Json # what trials found; nothing without them
+    trials: Json # what trials found; nothing without them
     state: State # lambda that was returned, or the best until now
     kept: dict[str, State] # client -> inputs of the selector, and losses of the candidates
 
@@ -120,7 +120,7 @@ def fitted_parts(
     fit: Fitted,
 ) -> list[str | Table]: # tables and sentences
     "What learning gained, and what is recommended to whom."
-    known = fit.chosen if {"looks", "gain", "error", "common", "clients"} <= fit.chosen.keys() else {}
+    known = fit.trials if {"looks", "gain", "error", "common", "clients"} <= fit.trials.keys() else {}
     parts: list[str | Table] = [gained(known, fit.history)]
     if fit.kept and _SELECTOR <= fit.state.keys():
         return [*parts, recommended(fit)]

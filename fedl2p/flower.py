@@ -28,7 +28,8 @@ from torch import nn
 
 from .bn import Mode, mix_bn
 from .checkpoint import fingerprint
-from .client import Config, Result, describe_client, learn_client, score_policy, validate_client
+from .client import learn_client, validate_client
+from .config import Config
 from fedl2p.core import (
     State,
     check_type,
@@ -46,7 +47,9 @@ from .federated import MAX_WEIGHT, Update, refusal
 from .finetune import Score
 from .metanet import signature
 from .pretraining import Recipe, train_client
+from .rounds import describe_client
 from .runner import MAX_WORKERS, Failure, Outcome, Task, attempt
+from .scoring import Result, score_policy
 from .strategy import Strategy
 from .trials import choose_client, keep, kept_file, recall, try_client
 

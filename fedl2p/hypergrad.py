@@ -58,12 +58,15 @@ def _leaves(weights: Weights, hyper: Hyper) -> tuple[Weights, Hyper, Hyper]:
     return w, h, {k: t for k, t in h.items() if k != "eta"}
 
 
+def _finite(value: float, name: str) -> None:
+    "Refuse a loss that is not finite."
+    if not math.isfinite(value):
+        raise FloatingPointError(f"the {name} is {value}; lower the learning rates eta, or look for NaN in the data")
+
+
 def _value(loss: Loss, weights: Weights, hyper: Hyper, name: str) -> Tensor:
     value = loss(weights, hyper)
-    if not value.isfinite():
-        raise FloatingPointError(
-            f"the {name} is {value.item()}; lower the learning rates eta, or look for NaN in the data"
-        )
+    _finite(value.item(), name)
     return value
 
 
@@ -86,16 +89,16 @@ def gradient(
     return _derive([_value(loss, w, h, name)], w, others)
 
 # %% ../nbs/library/hypergrad.ipynb #f9300fda
-def _slopes(loss: Loss, weights: Weights, hyper: Hyper, wanted: Sequence[str], name: str) -> Weights:
-    "The gradient of the wanted tensors alone: frozen tensors cost no backward pass."
+def _slopes(loss: Loss, weights: Weights, hyper: Hyper, wanted: Sequence[str], name: str) -> tuple[Tensor, Weights]:
+    "A loss, unchecked, and its gradient by the wanted tensors alone: frozen tensors cost no backward pass."
     leaves = {k: weights[k].detach().requires_grad_() for k in wanted}
     with torch.set_grad_enabled(bool(leaves)):
-        value = _value(loss, {**weights, **leaves}, hyper, name)
+        value = loss({**weights, **leaves}, hyper)
     if not leaves:
-        return {}
+        return value, {}
     if not value.requires_grad:
         raise ValueError(f"the {name} does not depend on {', '.join(leaves)}; does the model detach its output?")
-    return _derive([value], leaves, {})[0]
+    return value.detach(), _derive([value], leaves, {})[0]
 
 
 class Descent(NamedTuple):
@@ -107,6 +110,9 @@ class Descent(NamedTuple):
     gradient: Weights # g of the last step: end = before - eta * g
 
 # %% ../nbs/library/hypergrad.ipynb #cd270682
+_LOOK = {"cpu": 1}  # steps between looks at their losses; elsewhere 16, since a look waits for the device
+
+
 def descend(
     steps: Sequence[Loss], # the loss of each step
     weights: Weights, # where to start
@@ -121,12 +127,18 @@ def descend(
     hyper, weights = ({k: t.detach() for k, t in tensors.items()} for tensors in (hyper, weights))
     rates = dict(zip(weights, hyper["eta"].unbind(), strict=True))
     kept = {}
-    moving = [k for k, rate in rates.items() if rate != 0]
+    moving = [k for k, rate in zip(weights, hyper["eta"].tolist(), strict=True) if rate != 0]
+    losses, look = list[Tensor](), _LOOK.get(hyper["eta"].device.type, 16)
     for t, loss in enumerate(steps):
         if t == 0 or (every and t % every == 0):
             kept[t] = weights
         wanted = list(weights) if full and t == len(steps) - 1 else moving
-        g = _slopes(loss, weights, hyper, wanted, f"loss of step {t}")
+        value, g = _slopes(loss, weights, hyper, wanted, f"loss of step {t}")
+        losses.append(value)
+        if len(losses) == look or t == len(steps) - 1:
+            for s, seen in enumerate(torch.stack(losses).tolist(), t + 1 - len(losses)):
+                _finite(seen, f"loss of step {s}")
+            losses.clear()
         weights = {**weights, **{k: weights[k] - rates[k] * g[k] for k in moving}}
     return Descent(steps, kept, weights, g)
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .core import generator, require, seeded
+from .core import comments_in_help, generator, require, seeded
 from .data import Client, Data, lda_partition, split
 
 # %% ../nbs/library/loaders.ipynb #ab2b9468
@@ -330,3 +330,6 @@ def clients_from_folder(
                 groups[folder.name if n == 1 else f"{folder.name}-{i}", folder.name] = [files[j] for j in hand]
     return [client_from(id, data_from_files(files, classes, transform, lazy), domain=domain, seed=seed, **options)
             for (id, domain), files in groups.items()]
+
+# %% ../nbs/library/loaders.ipynb #b5b10314
+comments_in_help(__name__)

@@ -62,6 +62,11 @@ class Outcome(NamedTuple):
     value: Any # what the function returned, or None
     failure: Failure | None = None
 
+    @property
+    def loss(self) -> float | None:
+        "What a progress bar shows of it."
+        return getattr(self.value, "loss", None)
+
 
 def attempt(
     function: Callable[[], Any],
@@ -322,9 +327,14 @@ def quiet(items: Iterator, title: str, total: int, done: int) -> Iterator:
     return items
 
 
-def bar(items: Iterator, title: str, total: int, done: int) -> Iterator:
-    "A progress bar of tqdm's, in a terminal or a notebook."
-    return tqdm(items, title, total, initial=done)
+def bar(items: Iterator, title: str, total: int, done: int, leave: bool = True) -> Iterator:
+    "A progress bar of tqdm's, with the loss of the last item if it has one; one that is not left shows after 2 s."
+    with tqdm(None, title, total, leave, initial=done, delay=0 if leave else 2) as shown:
+        for item in items:
+            if (loss := getattr(item, "loss", None)) is not None:
+                shown.set_postfix_str(f"loss {loss:.3f}", refresh=False)
+            shown.update()
+            yield item
 
 
 MAX_WORKERS = 1024  # processes of a machine

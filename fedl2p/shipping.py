@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .bn import MixBatchNorm, mix
-from .core import evaluating, require, save_tensors, write_file
+from .core import comments_in_help, evaluating, require, save_tensors, write_file
 
 # %% ../nbs/library/shipping.ipynb #0ca41454
 def _folded(layer: MixBatchNorm) -> _BatchNorm:
@@ -111,3 +111,6 @@ def ship(
             return write_file(path, _onnx(model, example))
         torch.export.save(_program(model, example), content)
         write_file(path, content.getvalue())
+
+# %% ../nbs/library/shipping.ipynb #d9942aa2
+comments_in_help(__name__)

@@ -22,13 +22,15 @@ from torch.nn import functional as F
 
 from .bn import Mode
 from .checkpoint import fingerprint
-from .client import Config, profile_of
+from .config import Config
 from .core import Json, State, device_of, evaluating, generator, load_tensors, save_tensors, warn
 from .data import Client, Data, check, split_batches
 from .federated import FedAdam, Update, fedavg, run_round
+from .frozen import without_body
 from .losses import loss_name, loss_of
 from .many import Race, judge_race, run_race, start_race
 from .metanet import signature
+from .policy import profile_of
 from .runner import Runner, Task
 from .selector import candidates, inputs_of, scores_of, size_of, strategy_of
 
@@ -46,7 +48,7 @@ def _heats(model: nn.Module, config: Config, numbers: Sequence[int], train: Data
     names, like = signature(model), next(model.parameters())
     tried = {i: strategy_of(candidates(bool(names.bn_layers))[i], names, like) for i in numbers}
     groups = {bn: [i for i in numbers if tried[i].bn == bn] for bn in dict.fromkeys(s.bn for s in tried.values())}
-    return [_Heat(bn, some, start_race(model, [tried[i] for i in some], train, config.tuning, generator(*key)))
+    return [_Heat(bn, some, start_race(model, [tried[i] for i in some], train, config.tuning, generator(*key), config.engine))
             for bn, some in groups.items()]
 
 
@@ -99,7 +101,11 @@ def trial_losses(
     id: str, # name of the client, key of its random numbers
 ) -> Tensor: # [S], bounded: a candidate that diverges has twice the loss of a guess
     "The loss of each candidate on samples that were held back, as the mean over splits."
-    alive = list(range(len(candidates(bool(signature(model).bn_layers)))))
+    names, like = signature(model), next(model.parameters())
+    tried = [strategy_of(c, names, like) for c in candidates(bool(names.bn_layers))]
+    if config.augment == "none" and (body := without_body(model, tried, data)):  # a backbone frozen by hand
+        model, data = body
+    alive = list(range(len(tried)))
     splits = [_split(data, config, k, id) for k in range(config.splits)]
     heats: list[list[_Heat]] = [[] for _ in splits]
     light = len(alive) * len(splits) * sum(p.numel() for p in model.parameters()) <= ROOM
@@ -150,7 +156,8 @@ def kept_file(
     client: Client,
 ) -> Path: # another one for other weights, samples or settings
     "The file of a client's trials."
-    settings = json.dumps([getattr(config, name) for name in _MATTERS])
+    engine = [] if config.engine == "auto" else [config.engine]  # which older files do not name
+    settings = json.dumps([getattr(config, name) for name in _MATTERS] + engine)
     who = fingerprint(model, client) + loss_name(model)
     name = hashlib.sha256(f"{KEPT} {client.id} {settings} {who}".encode()).hexdigest()[:32]
     return folder / f"{name}.safetensors"

@@ -11,7 +11,7 @@ import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .core import Json, log, write_file
+from .core import Json, comments_in_help, log, write_file
 
 # %% ../nbs/library/watch.ipynb #a67a9d1b
 Watch = Callable[[Json], None]  # gets a record of `FedL2P.history`, or one with "stage" before the first round
@@ -77,3 +77,6 @@ def to_tensorboard(
         writer.flush()
 
     return write
+
+# %% ../nbs/library/watch.ipynb #847c950b
+comments_in_help(__name__)

@@ -20,14 +20,16 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from .bn import beta_buffers, bn_layers, bn_mode
-from .client import Config, personal_profile, policy, score_all, score_strategies, with_state
+from .config import Config
 from .core import Json, State, Table, cores, device_of, evaluating, generator, log, markdown, require, warn
 from .cost import budget
 from .data import Client, Data, check, split_batches
 from .finetune import finetune
-from .many import CHUNK, SMALL, run_race, start_race
+from .many import CHUNK, pick_engine, run_race, start_race
 from .metanet import signature
+from .policy import personal_profile, policy, with_state
 from .runner import Runner, Task, attempt
+from .scoring import score_all, score_strategies
 from .selector import candidates, strategy_of
 from .strategy import Strategy, bn_c, bn_g, bn_i, head_only
 
@@ -35,12 +37,13 @@ from .strategy import Strategy, bn_c, bn_g, bn_i, head_only
 def _step_seconds(model: nn.Module, config: Config, client: Client) -> float:
     "One step of fine-tuning, measured: the second of two, since the first is slower."
     names, like = signature(model), next(model.parameters())
-    n = CHUNK if sum(p.numel() for p in model.parameters()) <= SMALL else 1
-    tried = [strategy_of(c, names, like) for c in candidates(bool(names.bn_layers)) if c.who == "all"][:n]
     data = client.train.to(device_of(model))
-    race = run_race(model, start_race(model, tried, data, config.tuning, generator(0)), "mix", 1)
+    n = CHUNK if pick_engine(model, config.engine) == "vmap" else 1
+    tried = [strategy_of(c, names, like) for c in candidates(bool(names.bn_layers)) if c.who == "all"][:n]
+    begin = start_race(model, tried, data, config.tuning, generator(0), config.engine)
+    race = run_race(model, begin, "mix", 1)
     start = time.perf_counter()
-    run_race(model, race if race.steps else start_race(model, tried, data, config.tuning, generator(0)), "mix", 1)
+    run_race(model, race if race.steps else begin, "mix", 1)
     return (time.perf_counter() - start) / len(tried)
 
 
@@ -49,7 +52,7 @@ def in_words(
 ) -> str: # "about 12 minutes"
     "A time, roughly."
     if seconds < 90:
-        return f"about {max(1, round(seconds))} seconds"
+        return "about a second" if seconds < 1.5 else f"about {round(seconds)} seconds"
     return f"about {seconds / 60:.0f} minutes" if seconds < 90 * 60 else f"about {seconds / 3600:.1f} hours"
 
 
@@ -113,10 +116,10 @@ def gained(
     if "common_loss" in found:
         gain = f"{found['common_gain']:.3f} ± {found['common_error']:.3f}"
         rows = [["no fine-tuning (β 0 or 1)", f"{found['none_loss']:.3f}", ""],
-                [f"best plain strategy: {common}", f"{found['common_loss']:.3f}", gain]]
+                [f"best single strategy for all: {common}", f"{found['common_loss']:.3f}", gain]]
         loss = f"{found['common_loss'] - found['gain'] * found['looks']:.3f}"
     else:  # losses stay on the clients' machines
-        rows, loss = [[f"best plain strategy: {common}", "", ""]], ""
+        rows, loss = [[f"best single strategy for all: {common}", "", ""]], ""
     rows.append(["policy", loss, f"{found['gain']:.3f} ± {found['error']:.3f}" if found["looks"] else "0"])
     measured = f"it lowers the loss by {found['gain']:.3f} ± {found['error']:.3f}"
     crosswise = " on clients that it had not learned from" if found["error"] else ", for want of clients to try it on"

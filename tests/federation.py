@@ -4,7 +4,7 @@ from functools import lru_cache
 
 import torch
 
-from fedl2p.client import Config
+from fedl2p.config import Config
 from fedl2p.digits import digits_federation, small_cnn
 from fedl2p.learner import FedL2P
 from fedl2p.pretraining import Recipe

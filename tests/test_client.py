@@ -1,9 +1,9 @@
-"""What one client does: settings, meta-steps, the estimators, learning alone, scores."""
+"""What one client does: meta-steps, the estimators, learning alone."""
 
 import warnings
 import weakref
 from copy import deepcopy
-from dataclasses import asdict, fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import get_args
 
@@ -12,30 +12,16 @@ import torch
 
 from fedl2p import client as module
 from fedl2p.bn import bn_layers, mix_bn
-from fedl2p.client import (
-    Config,
-    Estimator,
-    Step,
-    l2p_client,
-    l2p_passes,
-    learn_client,
-    meta_steps,
-    move,
-    policy,
-    profile_of,
-    score_all,
-    score_policy,
-    score_strategies,
-    tune,
-)
+from fedl2p.client import Step, l2p_client, l2p_passes, learn_client, meta_steps, move, tune
+from fedl2p.config import Config, Estimator
 from fedl2p.core import generator
-from fedl2p.data import Data
 from fedl2p.digits import digits_federation, small_cnn
-from fedl2p.finetune import Tuning, baselines, batches, score_client
+from fedl2p.finetune import batches
 from fedl2p.hypergrad import NeumannDiverges
 from fedl2p.metanet import MetaNets
+from fedl2p.policy import policy, profile_of
 from fedl2p.profile import profile
-from fedl2p.runner import Failure, Outcome, Runner
+from fedl2p.scoring import score_strategies
 from fedl2p.strategy import bn_c
 
 pytestmark = pytest.mark.filterwarnings("ignore:the lowest validation loss was that of the meta-nets at their start")
@@ -50,52 +36,6 @@ def federation():
 @pytest.fixture(scope="module")
 def model():
     return mix_bn(small_cnn(width=4), verbose=False)
-
-
-def test_defaults_are_the_papers():
-    c = Config.paper()
-    assert (c.lr, c.epochs, c.batch_size, c.rounds, c.fraction, c.meta_steps) == (1e-3, 15, 32, 500, 0.1, 3)
-    assert (c.meta_lr_bn, c.meta_lr_lr, c.meta_lr_scale, c.clip, c.neumann_terms, c.psi, c.patience) == (1e-3, 1e-3, 1e-4, 1.0, 3, 0.1, 50)
-    assert (c.estimator, c.scaled, c.statistics, c.learn, c.hidden) == ("ift", False, "zero-one", "both", 100)
-    with pytest.raises(AttributeError):
-        c.lr = 1.0
-
-
-NAN = float("nan")
-WRONG = [
-    ({"estimator": "adam"}, "estimator must be one of ift, fomaml, unrolled, got 'adam'"),
-    ({"hvp": "none"}, "hvp must be one of exact, central, forward, got 'none'"),
-    ({"learn": "all"}, "learn must be one of both, bn, lr, got 'all'"),
-    ({"statistics": "mean"}, "statistics must be one of zero-one, pretrained, precise, got 'mean'"),
-    ({"augment": "flip"}, "augment must be one of none, crop-flip, got 'flip'"),
-    ({"keep": "best"}, "keep must be one of lowest, paired, after, got 'best'"),
-    ({"inputs": "whitened"}, "inputs must be one of raw, standard, got 'whitened'"),
-    ({"epochs": 0}, "epochs must be >= 1, got 0"),
-    ({"rounds": 0}, "rounds must be >= 1, got 0"),
-    ({"meta_steps": 0}, "meta_steps must be >= 1, got 0"),
-    ({"fraction": 0.0}, "fraction must be in (0, 1], got 0.0"),
-    ({"fraction": NAN}, "fraction must be in (0, 1], got nan"),
-    ({"beta": 2.0}, "beta must be in [0, 1], got 2.0"),
-    ({"lr": NAN}, "lr must be > 0 and finite, got nan"),
-    ({"lr": -1.0}, "lr must be > 0 and finite, got -1.0"),
-    ({"clip": 0.0}, "clip must be > 0 and finite, got 0.0"),
-    ({"psi": 0.0}, "psi must be > 0 and finite, got 0.0"),
-    ({"neumann_terms": -1}, "neumann_terms must be >= 0, got -1"),
-    ({"last": 0}, "last must be >= 1 or None, got 0"),
-]
-
-
-@pytest.mark.parametrize(("wrong", "message"), WRONG)
-def test_wrong_settings(wrong, message):
-    with pytest.raises(ValueError) as caught:
-        Config.paper(**wrong)
-    assert str(caught.value) == message
-
-
-def test_settings_of_fine_tuning():
-    config = Config.paper(epochs=2, batch_size=7, statistics="precise", augment="crop-flip", fill=[-1.0], personalize_on="train")
-    assert config.tuning == Tuning(2, 7, "precise", "crop-flip", (-1.0,), "train")
-    assert Config.paper().tuning == Tuning(15, 32, "zero-one", "none", (0.0,), "train+val")
 
 
 @pytest.mark.parametrize("estimator", get_args(Estimator))
@@ -262,76 +202,3 @@ def test_budget_of_l2p():
 def test_l2p_uses_only_its_own_client(model, federation):
     result = l2p_client(model, QUICK, 2, federation.seen[0])
     assert result.id == federation.seen[0].id and 0 <= result.score.accuracy <= 1
-
-
-def test_baselines_are_scored_like_policies(model, federation):
-    results = score_all(score_strategies, model, QUICK, baselines(model, 0.05), federation.unseen, Runner(0))
-    assert [set(r) for r in results] == [{"none", "ft-c", "ft-g", "ft-i"}] * 5
-    assert {f.name for f in fields(Config)} == set(asdict(Config.paper()))
-
-
-def test_strategies_are_judged_on_test_or_on_validation_samples(model, federation):
-    client, strategies = federation.unseen[0], baselines(model, 0.05)
-    for held_out in (True, False):
-        results = score_strategies(model, QUICK, strategies, client, held_out=held_out)
-        numbers = partial(generator, QUICK.seed, "personalize", client.id)
-        for name, strategy in strategies.items():
-            assert results[name].score == score_client(model, strategy, client, QUICK.tuning, numbers(), held_out)
-            assert results[name].score.n == len(client.test if held_out else client.val)
-            assert (results[name].id, results[name].domain, results[name].strategy) == (client.id, client.domain, strategy)
-    score_strategies(model, QUICK, strategies, replace(client, val=client.val[:0]))
-    score_strategies(model, QUICK, strategies, replace(client, test=client.test[:0]), held_out=False)
-    with pytest.raises(ValueError, match=f"client '{client.id}': val is empty"):
-        score_strategies(model, QUICK, strategies, replace(client, val=client.val[:0]), held_out=False)
-    with pytest.raises(ValueError, match=f"client '{client.id}': test is empty"):
-        score_strategies(model, QUICK, strategies, replace(client, test=client.test[:0]))
-
-
-def test_a_policy_is_scored_by_the_strategy_that_it_makes(model, federation):
-    client, state = federation.unseen[0], MetaNets.for_model(model, 0.05).state_dict()
-    result = score_policy(model, QUICK, state, client)
-    again = score_strategies(model, QUICK, {"": result.strategy}, client)[""]
-    known = profile(model, (client.train + client.val).x)
-    assert result.score == again.score and not result.strategy.eta.requires_grad
-    assert torch.equal(result.profile.xi, known.xi) and torch.equal(result.profile.feature_stats, known.feature_stats)
-
-
-def test_bad_clients_are_named_before_a_policy_looks_at_them(model, federation):
-    """The message names the client and the part, and not what happens to break first inside of the model."""
-    client, state = federation.unseen[0], MetaNets.for_model(model, 0.05).state_dict()
-    nan = client.train.x.clone()
-    nan[0] = NAN
-    bad = {"train is empty": replace(client, train=client.train[:0], val=client.val[:0]), "test is empty": replace(client, test=client.test[:0]),
-           "train.x has 64 values that are not finite": replace(client, train=Data(nan, client.train.y))}
-    for message, broken in bad.items():
-        with pytest.raises(ValueError) as caught:
-            score_policy(model, QUICK, state, broken)
-        assert str(caught.value) == f"client {client.id!r}: {message}"
-
-
-def test_scores_by_a_transport_and_their_progress(model, federation):
-    came, titles = [], []
-
-    def transport(tasks):
-        came.extend(tasks)
-        return (Outcome(None, Failure("died", "no reply")) if n == 1 else Outcome(task.client.id) for n, task in enumerate(tasks))
-
-    def progress(items, title, total, done):
-        titles.append((title, total, done))
-        return items
-
-    runner, ids = Runner(None, transport, progress), [c.id for c in federation.unseen]
-    with pytest.warns(RuntimeWarning, match=f"client '{ids[1]}' is left out: no reply"):
-        assert score_all(score_policy, model, QUICK, "lambda", federation.unseen, runner) == [ids[0], *ids[2:]]
-    expected = [(score_policy, model, QUICK, "lambda", id, 0) for id in ids]
-    assert [(*task[:4], task.client.id, task.number) for task in came] == expected
-    with pytest.warns(RuntimeWarning):
-        score_all(score_policy, model, QUICK, "lambda", federation.unseen, runner, "choosing rates")
-        score_all(score_policy, model, QUICK, "lambda", federation.unseen, runner.titled("seed 0"), "choosing rates")
-    assert titles == [("scoring clients", 5, 0), ("choosing rates", 5, 0), ("seed 0", 5, 0)]
-
-
-def test_no_scores_at_all_is_an_error(model, federation):
-    empty = [replace(c, train=c.train[:0]) for c in federation.unseen]
-    with pytest.warns(RuntimeWarning, match="train is empty"), pytest.raises(RuntimeError, match="^all 5 clients failed; see the warnings$"):
-        score_all(score_strategies, model, QUICK, baselines(model, 0.05), empty, Runner(0))

@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 
 from fedl2p.analysis import Gain, plot_gains
 from fedl2p.bn import mix_bn
-from fedl2p.client import l2p_client, learn_client, policy, profile_of, untrained
+from fedl2p.client import l2p_client, learn_client
 from fedl2p.clusters import cluster, distance_map, distances, mean_strategy, plot_maps, spread, spread_table
+from fedl2p.config import Config
 from fedl2p.core import load_tensors, save_tensors
 from fedl2p.digits import digits_federation, small_cnn
-from fedl2p.learner import Config, FedL2P
+from fedl2p.learner import FedL2P
 from fedl2p.metanet import MetaNets
+from fedl2p.policy import policy, profile_of, untrained
 from fedl2p.profile import Profile
 from fedl2p.runner import Runner
 
@@ -129,7 +131,7 @@ def test_a_run_with_standardised_inputs_goes_on(model, federation, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         FedL2P(model, STANDARD).fit(federation.seen, tmp_path, Runner(0, progress=stopped))
     parts = FedL2P(model, STANDARD).fit(federation.seen, tmp_path, Runner(0))
-    assert equal(parts.last, whole.last) and equal(parts.metanets.state_dict(), whole.metanets.state_dict())
+    assert equal(parts.last_state, whole.last_state) and equal(parts.metanets.state_dict(), whole.metanets.state_dict())
 
 
 def test_a_policy_keeps_what_it_compares_with(model, federation, tmp_path):

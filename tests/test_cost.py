@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fedl2p.bn import mix_bn
-from fedl2p.client import Config
+from fedl2p.config import Config
 from fedl2p.cost import communication, costs, flops, meta_gradients
 from fedl2p.data import Client, Data
 from fedl2p.digits import small_cnn

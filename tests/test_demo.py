@@ -14,7 +14,7 @@ import pytest
 from processes import INTERRUPTIBLE, alive
 
 from fedl2p.cli import main
-from fedl2p.client import Config
+from fedl2p.config import Config
 from fedl2p.core import load_or_make, write_json
 from fedl2p.strategy import GRID
 from fedl2p.studies.demo import Demo, jobs, open_folder, run_demo

@@ -195,6 +195,14 @@ def test_a_round():
     assert empty.state is state and empty.reports == {} and list(empty.failed) == ["c1", "c2"]
 
 
+def test_a_reason_is_warned_of_once_in_a_run(caplog):
+    with pytest.warns(RuntimeWarning) as caught, caplog.at_level("INFO", logger="fedl2p"):
+        rounds = list(run(friends(3), 3, 1.0, faulty, runner=Runner(0)))
+    assert [list(r.failed) for r in rounds] == [["c1", "c2"]] * 3
+    assert [str(w.message)[:27] for w in caught] == ["round 1: client 'c1' is lef", "round 1: client 'c2' is lef"]
+    assert "round 3: client 'c2' is left out" in caplog.text
+
+
 def test_a_round_with_a_transport():
     """The transport sees the tasks of a round as they are; what it brings is judged like what comes from here."""
     rounds = []

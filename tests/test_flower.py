@@ -10,13 +10,14 @@ import torch
 
 from fedl2p.bn import mix_bn
 from fedl2p.checkpoint import fingerprint
-from fedl2p.client import learn_client, score_all
+from fedl2p.client import learn_client
 from fedl2p.core import load_tensors
 from fedl2p.digits import digits_federation, small_cnn
 from fedl2p.federated import Diverged
 from fedl2p.learner import FedL2P
 from fedl2p.metanet import signature
 from fedl2p.runner import Failure, Runner, Task
+from fedl2p.scoring import score_all
 from fedl2p.trials import KEPT, choose_client, kept_file, run_trials
 
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")  # Flower reads it when it is imported
@@ -262,7 +263,7 @@ def test_a_server_that_starts_again_without_a_node_goes_on(here, tmp_path):
     resumed = fit(again, clients, folder=tmp_path)
     lost = seen()[4].id
     assert resumed.history[2]["failed"] == {lost: "its node is not there"} and len(resumed.history) == 4
-    assert same(resumed.last, fit(without({(lost, 3)}), seen()).last)
+    assert same(resumed.last_state, fit(without({(lost, 3)}), seen()).last_state)
 
 
 def test_names_are_kept_in_one_order(here, tmp_path):
@@ -289,7 +290,7 @@ def step(here, privacy):
     nodes = Nodes(here, privacy=privacy)
     learner = fit(nodes, nodes.clients(5), replace(QUICK, rounds=1))
     start = FedL2P(network(), QUICK).metanets.state_dict()
-    return torch.cat([(learner.last[name] - start[name]).flatten() for name in start])
+    return torch.cat([(learner.last_state[name] - start[name]).flatten() for name in start])
 
 
 def test_differential_privacy(here):
@@ -330,7 +331,7 @@ def test_standardised_inputs_on_nodes(here):
     """One round more, in which nodes tell the inputs of their meta-nets; then as in one process."""
     config, nodes = replace(QUICK, inputs="standard"), Nodes(here)
     there = fit(nodes, nodes.clients(5), config)
-    assert same(there.last, fit(None, seen(), config).last)
+    assert same(there.last_state, fit(None, seen(), config).last_state)
     assert [t["messages"] for t in nodes.traffic][:2] == [5, 5]  # who are you, and what do your data look like
 
 
@@ -346,7 +347,7 @@ class Recording(Here):
 
 def told(learner):
     """What the server knows of trials wherever the clients are."""
-    return {k: v for k, v in learner.chosen.items() if not k.endswith("_loss") and not k.startswith("common_")}
+    return {k: v for k, v in learner.trials.items() if not k.endswith("_loss") and not k.startswith("common_")}
 
 
 def test_losses_of_trials_stay_on_their_nodes(tmp_path):
@@ -356,7 +357,7 @@ def test_losses_of_trials_stay_on_their_nodes(tmp_path):
     grid.replies = []
     nodes = Nodes(grid)
     there, here = fit(nodes, nodes.clients(10), TRIALS), fit(None, many, TRIALS)
-    assert same(there.metanets.state_dict(), here.metanets.state_dict()) and told(there) == told(here) and here.chosen["error"] > 0
+    assert same(there.metanets.state_dict(), here.metanets.state_dict()) and told(there) == told(here) and here.trials["error"] > 0
     assert dict.fromkeys(work for work, _ in grid.replies) == dict.fromkeys(["describe", "try", "choose"])
     sizes = {name: list(t.shape) for name, t in here.metanets.state_dict().items()}
     for work, content in grid.replies:
@@ -378,9 +379,9 @@ def test_trials_on_nodes_equal_the_loop_in_process(here):
     """Trials, choosing, and a round of hypergradients."""
     nodes, config = Nodes(here), replace(TRIALS, rounds=1)
     there, plain = fit(nodes, nodes.clients(5), config), fit(None, seen(), config)
-    assert same(there.last, plain.last) and same(there.metanets.state_dict(), plain.metanets.state_dict())
+    assert same(there.last_state, plain.last_state) and same(there.metanets.state_dict(), plain.metanets.state_dict())
     assert there.history == lean(plain.history, "beta", "eta") and told(there) == told(plain)
-    assert "common_loss" in plain.chosen and "common_loss" not in there.chosen  # losses stay with the nodes
+    assert "common_loss" in plain.trials and "common_loss" not in there.trials  # losses stay with the nodes
 
 
 class Slow(Here):
@@ -453,7 +454,7 @@ def test_a_node_that_forgot_its_trials_is_left_out(tmp_path):
 def test_noise_is_for_what_is_learned(here):
     """The means that inputs are compared with travel with lambda, and stay as they are."""
     config, nodes = replace(QUICK, inputs="standard", rounds=1), Nodes(here, privacy=Privacy(3.0, 1.0))
-    private, plain = fit(nodes, nodes.clients(5), config).last, fit(None, seen(), config).last
+    private, plain = fit(nodes, nodes.clients(5), config).last_state, fit(None, seen(), config).last_state
     assert torch.equal(private["center"], plain["center"]) and torch.equal(private["deviation"], plain["deviation"])
     assert not torch.equal(private["eta_scale"], plain["eta_scale"])
 
@@ -461,9 +462,9 @@ def test_noise_is_for_what_is_learned(here):
 def test_noise_stays_where_something_is_learned(here):
     """Without rounds of refinement there are no offsets, and with too few clients nothing that looks at them: noise must not make any."""
     nodes = Nodes(here, privacy=Privacy(0.1, 1.0))
-    private, plain = fit(nodes, nodes.clients(5), TRIALS).last, fit(None, seen(), TRIALS).last
+    private, plain = fit(nodes, nodes.clients(5), TRIALS).last_state, fit(None, seen(), TRIALS).last_state
     assert {name for name, t in private.items() if not torch.equal(t, plain[name])} == {"common"}
-    refined = fit(nodes, nodes.clients(5), replace(TRIALS, rounds=1)).last
+    refined = fit(nodes, nodes.clients(5), replace(TRIALS, rounds=1)).last_state
     learned = {name for name, t in refined.items() if not torch.equal(t, plain[name])}
     assert learned == {"common", "beta_offset", "eta_offset"} and torch.equal(refined["last"], plain["last"])
 

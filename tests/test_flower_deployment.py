@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fedl2p.client import Config
+from fedl2p.config import Config
 from fedl2p.core import load_tensors
 from fedl2p.digits import digits_federation, small_cnn
 from fedl2p.learner import FedL2P
@@ -139,7 +139,7 @@ def test_a_deployment_equals_the_loop_in_process(deployed):
     runner = Runner(0, without({("clean-1", 2), ("clean-1", 3)}))
     here = FedL2P(small_cnn(), config).fit(clients, runner=runner)
     tensors, _ = load_tensors(out / "checkpoint.safetensors", "fedl2p checkpoint 1")
-    assert same({name.removeprefix("now."): t for name, t in tensors.items() if name.startswith("now.")}, here.last)
+    assert same({name.removeprefix("now."): t for name, t in tensors.items() if name.startswith("now.")}, here.last_state)
     assert same(FedL2P.load(here.model, out / "policy.safetensors").metanets.state_dict(), here.metanets.state_dict())
     history = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
     assert [r["val_loss"] for r in history] == [r["val_loss"] for r in here.history] and [list(r["failed"]) for r in history] == [[], ["clean-1"], ["clean-1"]]

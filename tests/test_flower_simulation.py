@@ -100,7 +100,7 @@ def test_a_simulation_equals_the_loop_in_process(simulated):
     clients = sorted(seen(), key=lambda c: c.id)
     here = fit(None, clients)
     assert simulated["names"] == [c.id for c in clients]
-    assert same(simulated["learner"].last, here.last) and same(simulated["learner"].metanets.state_dict(), here.metanets.state_dict())
+    assert same(simulated["learner"].last_state, here.last_state) and same(simulated["learner"].metanets.state_dict(), here.metanets.state_dict())
     assert simulated["learner"].history == lean(here.history, "beta", "eta")
     for a, b in zip(simulated["scores"], here.score(clients, Runner(0)), strict=True):
         assert (a.id, a.domain, a.score) == (b.id, b.domain, b.score)
@@ -128,7 +128,7 @@ def test_bad_and_silent_nodes_are_left_out(simulated):
     nan, shape, silent = (record["failed"][c.id] for c in clients[:3])
     assert "not finite" in nan and "with shape" in shape and silent == "did not answer in 600 s"
     alone = fit(without({(c.id, 1) for c in clients[:3]}), clients, replace(QUICK, seed=BAD, rounds=1))
-    assert same(simulated["bad"].last, alone.last)
+    assert same(simulated["bad"].last_state, alone.last_state)
 
 
 def test_all_failing_is_an_error(simulated):

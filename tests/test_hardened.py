@@ -21,7 +21,7 @@ from torch import nn
 from fedl2p import core
 from fedl2p.bn import mix_bn
 from fedl2p.cli import main
-from fedl2p.client import Config, score_policy
+from fedl2p.config import Config
 from fedl2p.core import check_fields, check_type, claimed, load_tensors, read_json, save_tensors, write_file
 from fedl2p.data import Data, label_tastes, make_client
 from fedl2p.digits import small_cnn
@@ -29,6 +29,7 @@ from fedl2p.learner import FedL2P
 from fedl2p.metanet import MetaNets
 from fedl2p.pretraining import Recipe, pretrain
 from fedl2p.runner import Runner
+from fedl2p.scoring import score_policy
 from fedl2p.studies.files import read_npz, read_wav
 from fedl2p.studies.models import imagenet_resnet18
 

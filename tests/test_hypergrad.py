@@ -1,5 +1,6 @@
 """fedl2p.hypergrad against autograd through everything, `higher`, closed forms and finite differences."""
 
+import math
 import warnings
 
 import higher
@@ -10,12 +11,17 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from fedl2p import hypergrad
 from fedl2p.bn import beta_buffers, bn_layers, mix_bn
-from fedl2p.digits import small_cnn
+from fedl2p.data import Data
+from fedl2p.digits import digits, small_cnn
+from fedl2p.finetune import Tuning, finetune
 from fedl2p.hypergrad import NeumannDiverges, add, curvature, descend, dot, dots, fomaml, gradient, ift, unrolled
 from fedl2p.metanet import MetaNets
 from fedl2p.profile import profile
+from fedl2p.strategy import bn_c
 
 quick = settings(max_examples=15, deadline=None)
 
@@ -376,3 +382,41 @@ def test_one_backward_pass_reaches_lambda():
     val_loss(w, h).backward()
     assert len(bn_layers(model)) == 3
     close(ours, {k: p.grad for k, p in metanets.named_parameters()}, 1e-10)
+
+
+class Looks(TorchDispatchMode):
+    "Counts how often a number is read out of a tensor: on a GPU, Python would wait for it each time."
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default, torch.ops.aten.nonzero.default)
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_step_waits_for_the_device(monkeypatch):
+    """Off the CPU, losses are looked at sixteen at a time, and nothing else is. Here a CPU plays the GPU."""
+    x, y = digits()
+    model = mix_bn(small_cnn(width=2), verbose=False)
+    data, strategy, read = Data(x[:8], y[:8]), bn_c(model, 0.01), torch.Tensor.tolist
+
+    def looks(epochs):
+        with Looks() as mode:
+            monkeypatch.setattr(torch.Tensor, "tolist", lambda t: (setattr(mode, "count", mode.count + 1), read(t))[1])
+            finetune(model, strategy, data, Tuning(epochs=epochs))
+        return mode.count
+
+    assert looks(20) - looks(10) == 10  # on a CPU, one look a step: so that one that diverges ends at once
+    monkeypatch.setattr(hypergrad, "_LOOK", {})
+    assert looks(64) - looks(32) == 2
+
+
+def test_a_loss_that_is_not_finite_is_named_by_its_step(monkeypatch):
+    """Also if it is seen some steps later."""
+    losses = [lambda w, h: (w["a"] ** 2).sum(), lambda w, h: (w["a"] * math.inf).sum(), lambda w, h: (w["a"] ** 2).sum()]
+    for look in ({"cpu": 1}, {}):
+        monkeypatch.setattr(hypergrad, "_LOOK", look)
+        with pytest.raises(FloatingPointError, match="^the loss of step 1 is inf; lower the learning rates eta"):
+            descend(losses, {"a": torch.ones(2)}, {"eta": torch.tensor([0.1])})

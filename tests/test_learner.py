@@ -13,13 +13,17 @@ from torch import nn
 
 from fedl2p.bn import mix_bn
 from fedl2p.checkpoint import fingerprint
-from fedl2p.client import Config, describe_client, l2p_client, learn_client, score_policy, untrained, validate_client
+from fedl2p.client import l2p_client, learn_client, validate_client
+from fedl2p.config import Config
 from fedl2p.core import load_tensors, save_tensors
 from fedl2p.data import Client, Data
 from fedl2p.digits import digits_federation, small_cnn
-from fedl2p.federated import EMPTY_ROUNDS, Diverged, Round, fedavg
-from fedl2p.learner import Course, FedL2P, _loss, _record
-from fedl2p.runner import Failure, Outcome, Runner, attempt
+from fedl2p.federated import fedavg
+from fedl2p.learner import FedL2P
+from fedl2p.policy import untrained
+from fedl2p.rounds import _loss, describe_client
+from fedl2p.runner import Runner, attempt
+from fedl2p.scoring import score_policy
 
 pytestmark = pytest.mark.filterwarnings("ignore:the lowest validation loss was that of the meta-nets at their start")
 QUICK = Config.paper(lr=0.05, epochs=1, rounds=3, fraction=0.5, meta_steps=1)
@@ -73,69 +77,12 @@ def test_best_lambda_is_the_one_that_was_sent(model, federation):
         assert all(torch.equal(v, rounds[-1].state[k]) for k, v in learner.metanets.state_dict().items())
 
 
-def test_it_says_when_nothing_was_kept(model, federation):
-    with pytest.warns(RuntimeWarning, match="as they started"):
-        learner = FedL2P(model, replace(QUICK, rounds=1)).fit(federation.seen, runner=Runner(0))
-    assert same(learner, FedL2P(model, QUICK))
-
-
-def test_paired_rule_chooses_by_the_difference():
-    reports = {"a": {"val_loss": 0.3, "start_loss": 0.5, "diverging": 0}, "b": {"val_loss": 0.9, "start_loss": 0.9, "diverging": 0}}
-    assert _loss(_record(Round(1, {}, reports, {}))) == pytest.approx(0.6 - 0.7)
-
-
 def test_augmented_learning_does_not_depend_on_workers(model, federation):
     config = replace(QUICK, augment="crop-flip", keep="paired")
     first, second = (FedL2P(model, config).fit(federation.seen, runner=Runner(n)) for n in (0, 2))
     assert same(first, second) and first.history == second.history
     client = federation.seen[0]
     assert torch.equal(first.strategy(client).eta, first.score([client], Runner(0))[0].strategy.eta)
-
-
-def test_patience(model, federation):
-    still = replace(QUICK, rounds=30, patience=2, meta_lr_bn=0.0, meta_lr_lr=0.0, meta_lr_scale=0.0, fraction=1.0, estimator="fomaml")
-    *losses, last = [r["val_loss"] for r in FedL2P(model, still).fit(federation.seen, runner=Runner(0)).history]
-    assert len(losses) < 30 and losses.index(min(losses)) == len(losses) - 3
-
-
-def test_who_diverges_is_left_out_and_counted():
-    """Told by the kind of the failure: its text may say anything."""
-    reports, text = {"a": {"val_loss": 0.1, "diverging": 0}}, "FloatingPointError: the loss is nan"
-    for kind in ("raised", "died", "refused", "diverged"):
-        record = _record(Round(1, {}, reports, {"b": Failure(kind, text)}))
-        assert record["val_loss"] == 0.1 and record["diverged"] == (kind == "diverged")
-    assert _record(Round(1, {}, {}, {"b": Failure("raised", "ValueError: train is empty")}))["val_loss"] is None
-
-
-def test_a_record_of_a_round_is_plain_json():
-    reports = {id: {"val_loss": loss, "beta": [loss, 0.0], "eta": [0.1], "diverging": 2} for id, loss in {"a": 0.25, "b": 0.75}.items()}
-    record = _record(Round(7, {}, reports, {"c": Failure("died", "its process died")}))
-    assert json.loads(json.dumps(record)) == record == {
-        "round": 7, "val_loss": 0.5, "beta": [0.5, 0.0], "eta": [pytest.approx(0.1)], "clients": ["a", "b"],
-        "failed": {"c": "its process died"}, "diverged": 0, "diverging": 4}
-
-
-def test_a_course_keeps_the_lambda_that_was_sent():
-    """The losses of a round are those of the lambda before it."""
-    def after(course, number, loss):
-        reports = {"a": {"val_loss": loss, "diverging": 0}} if loss is not None else {}
-        return course.after(Round(number, {"lambda": number}, reports, {}), "lowest")
-
-    course = Course({"lambda": 0}, {"lambda": 0}, [])
-    assert not course.tired(1)
-    best, tired = [], []
-    for number, loss in enumerate([0.9, 0.5, None, 0.5, 0.7], start=1):
-        course = after(course, number, loss)
-        best.append(course.best["lambda"])
-        tired.append(course.tired(2))
-    assert best == [0, 1, 1, 1, 1] and tired == [False, False, False, True, True] and course.now == {"lambda": 5}
-    assert [record["round"] for record in course.history] == [1, 2, 3, 4, 5]
-
-
-def test_other_clients_do_not_go_on(model, federation, tmp_path):
-    FedL2P(model, QUICK).fit(federation.seen, tmp_path, Runner(0))
-    with pytest.raises(ValueError, match="model and clients was"):
-        FedL2P(model, QUICK).fit(digits_federation(5, 5, alpha=0.1, size=30).seen, tmp_path, Runner(0))
 
 
 def bad_clients(client: Client) -> dict[str, Client]:
@@ -230,7 +177,7 @@ def test_a_policy_of_version_0_1_0_loads(model, federation, tmp_path):
     assert torch.equal(learner.strategy(client).eta, again.strategy(client).eta)
     again.save(path)
     written = load_tensors(path, "fedl2p metanets 1")[1]
-    trials = ("start", "splits", "held_back", "halving", "looks_at", "choosing_rounds", "refining_lr", "mean")
+    trials = ("start", "splits", "held_back", "halving", "looks_at", "choosing_rounds", "refining_lr", "mean", "engine")
     new = {"statistics": "zero-one", "personalize_on": "train+val", "fill": [0.0]}
     new |= {name: json.loads(json.dumps(getattr(QUICK, name))) for name in trials}
     assert {**written, "fedl2p": "0.1.0", "config": ""} == {**header, "config": ""}  # what is written now has the same header
@@ -268,23 +215,7 @@ def test_a_checkpoint_of_version_0_1_0_goes_on(model, federation, tmp_path):
     learner = FedL2P(model, QUICK).fit(federation.seen, tmp_path, Runner(0, progress=progress))
     assert same(learner, whole) and shown == [("learning to personalize (ift)", 3, 1)]
     assert learner.history == [record, *whole.history[1:]] and whole.history[0] == {**record, "failed": {}, "diverged": 0}
-    assert all(torch.equal(t, whole.last[name]) for name, t in learner.last.items())
-
-
-@pytest.mark.parametrize("inputs", ["raw", "standard"])
-def test_learning_that_was_stopped_goes_on(model, federation, tmp_path, inputs):
-    config = replace(QUICK, inputs=inputs, keep="paired")
-    whole = FedL2P(model, config).fit(federation.seen, runner=Runner(0))
-
-    def stop(rounds, title, total, done):
-        yield next(rounds)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        FedL2P(model, config).fit(federation.seen, tmp_path, Runner(0, progress=stop))
-    again = FedL2P(model, config).fit(federation.seen[::-1], tmp_path, Runner(2))
-    assert same(whole, again) and again.history == whole.history
-    assert [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()] == whole.history
+    assert all(torch.equal(t, whole.last_state[name]) for name, t in learner.last_state.items())
 
 
 def test_a_transport_does_all_of_the_work(model, federation):
@@ -304,26 +235,6 @@ def test_a_transport_does_all_of_the_work(model, federation):
     assert all(task.model is there.model and task.settings is config for tasks in came for task in tasks)
 
 
-def test_checkpoint_of_another_model_or_damaged(model, federation, tmp_path):
-    FedL2P(model, QUICK).fit(federation.seen, tmp_path, Runner(0))
-    with pytest.raises(ValueError, match="model and clients was"):
-        FedL2P(small_cnn(width=4, seed=5), QUICK).fit(federation.seen, tmp_path, Runner(0))
-    assert [json.loads(line)["round"] for line in (tmp_path / "rounds.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
-    (tmp_path / "checkpoint.safetensors").write_bytes(b"oops")
-    with pytest.raises(ValueError, match="delete the file"):
-        FedL2P(model, QUICK).fit(federation.seen, tmp_path, Runner(0))
-
-
-def test_a_finished_run_is_not_run_again(model, federation, tmp_path):
-    first = FedL2P(model, QUICK).fit(federation.seen, tmp_path, Runner(0))
-
-    def watch(rounds, title, total, done):
-        return iter(list(rounds) and pytest.fail("ran again") or ())
-
-    second = FedL2P(model, QUICK).fit(federation.seen, tmp_path, Runner(0, progress=watch))
-    assert same(first, second) and first.history == second.history
-
-
 def test_strategy_for_a_client_or_for_data(model, federation):
     learner, client = FedL2P(model, QUICK), federation.unseen[0]
     both = client.train + client.val
@@ -339,16 +250,6 @@ def test_a_model_without_batch_norm_learns_rates(federation):
     assert len(learner.score(federation.unseen, Runner(0))) == 5
 
 
-def test_a_first_round_without_answers_can_be_kept(model, federation, tmp_path):
-    """Then the best lambda is the one that was there, and both are written into one file."""
-    wild = replace(QUICK, lr=1e30, fraction=0.5)
-    with pytest.raises(Diverged, match="FloatingPointError"), pytest.warns(RuntimeWarning, match="is left out"):
-        FedL2P(model, wild).fit(federation.seen, tmp_path, Runner(0))
-    records = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
-    assert len(records) == EMPTY_ROUNDS - 1 == 2  # the third empty round in a row is an error
-    assert all(reason.startswith("FloatingPointError: ") for record in records for reason in record["failed"].values())
-
-
 # --- the last lambda is judged, too (review A2) ---------------------------------------------------------------
 
 
@@ -361,8 +262,8 @@ def test_one_round_can_learn(model, federation):
     first, last = learner.history
     assert last["final"] and last["round"] == 2 and "final" not in first and last["clients"] == first["clients"]
     assert last["val_loss"] < first["val_loss"]
-    assert all(torch.equal(t, learner.last[name]) for name, t in learner.metanets.state_dict().items())
-    assert not all(torch.equal(t, untrained(model, config).state_dict()[name]) for name, t in learner.last.items())
+    assert all(torch.equal(t, learner.last_state[name]) for name, t in learner.metanets.state_dict().items())
+    assert not all(torch.equal(t, untrained(model, config).state_dict()[name]) for name, t in learner.last_state.items())
 
 
 def test_one_pass_of_l2p_can_learn(model, federation):
@@ -371,37 +272,6 @@ def test_one_pass_of_l2p_can_learn(model, federation):
     moved = [c.id for c in federation.seen
              if not torch.equal(l2p_client(model, config, 1, c).strategy.beta, score_policy(model, config, start, c).strategy.beta)]
     assert moved
-
-
-def test_the_last_judgement_is_that_of_the_next_round(model, federation):
-    """With one round more, that round's losses are what the last judgement said."""
-    for keep in ("lowest", "paired"):
-        config = replace(QUICK, keep=keep)
-        short = FedL2P(model, config).fit(federation.seen, runner=Runner(0)).history
-        more = FedL2P(model, replace(config, rounds=config.rounds + 1)).fit(federation.seen, runner=Runner(0)).history
-        for name in ("val_loss", "clients", "beta", "eta", *(["start_loss"] if keep == "paired" else [])):
-            assert short[-1][name] == more[-2][name]
-
-
-def test_a_finished_folder_is_judged_once(model, federation, tmp_path):
-    whole = FedL2P(model, QUICK).fit(federation.seen, tmp_path, Runner(0))
-
-    def refuse(tasks):
-        raise AssertionError("nothing is left to do")
-
-    again = FedL2P(model, QUICK).fit(federation.seen, tmp_path, Runner(transport=refuse))
-    assert same(whole, again) and again.history == whole.history and len(whole.history) == QUICK.rounds + 1
-
-
-def test_all_diverge_at_the_end(model, federation):
-    """That is a bad last lambda, not the end of the run."""
-    def transport(tasks):
-        failed = Outcome(None, Failure("diverged", "the loss is nan"))
-        return (failed if task.work is validate_client else attempt(task.run) for task in tasks)
-
-    with pytest.warns(RuntimeWarning, match="is left out: the loss is nan"):
-        learner = FedL2P(model, replace(QUICK, fraction=1.0)).fit(federation.seen, runner=Runner(transport=transport))
-    assert learner.history[-1]["val_loss"] is None and learner.history[-1]["diverged"] == len(federation.seen)
 
 
 def test_keep_after_is_the_rule_of_the_authors_code(model, federation):
@@ -441,7 +311,7 @@ def test_a_model_that_is_frozen_as_a_whole_learns_beta(model, federation):
         config = replace(EAGER, estimator=estimator, rounds=1)
         learner = FedL2P(frozen, config).fit(federation.seen, runner=Runner(0))
         start = untrained(frozen, config).state_dict()
-        assert {name.split(".")[0] for name, t in learner.last.items() if not torch.equal(t, start[name])} == {"bn_net"}
+        assert {name.split(".")[0] for name, t in learner.last_state.items() if not torch.equal(t, start[name])} == {"bn_net"}
         assert learner.personalize(federation.unseen[0])(federation.unseen[0].test.x).isfinite().all()
 
 

@@ -13,10 +13,10 @@ LEVELS = [
     "losses bn data convolution hypergrad measure shapes",
     "loaders profile digits",
     "watch shipping strategy metanet selector",
-    "finetune many",
-    "runner checkpoint federated robust",
+    "frozen finetune many",
+    "runner checkpoint federated robust config policy scoring",
     "pretraining client",
-    "trials cost explain worth learner",
+    "trials cost explain worth rounds learner",
     "analysis clusters fitted",
     # Nothing before the studies may import them, since they come later.
     "flower " + " ".join(f"studies.{m}" for m in "files corruptions models published datasets settings runs tables demo simulation".split()),

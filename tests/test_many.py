@@ -13,7 +13,8 @@ from fedl2p.core import generator
 from fedl2p.data import Data
 from fedl2p.digits import digits_federation, small_cnn
 from fedl2p.finetune import STATISTICS, Tuning, evaluate, finetune
-from fedl2p.many import CHUNK, ENGINES, SMALL, _side_by_side, judge_race, run_race, start_race
+from fedl2p.many import CHUNK, ENGINES, SMALL, fastest_engine, judge_race, pick_engine, run_race, start_race
+from fedl2p.measure import Time
 from fedl2p.strategy import Strategy, bn_c, bn_g, bn_i, bn_only, body_only, head_only
 
 TUNING = Tuning(epochs=2, batch_size=13, statistics="precise")
@@ -44,10 +45,10 @@ def plain(model, strategies, client, tuning):
 def judged(model, strategies, client, tuning, engine, stops=()):
     "The same by a race, which may stop on its way."
     bn = strategies[0].bn
-    race = start_race(model, strategies, client.train, tuning, generator(0, "many"))
+    race = start_race(model, strategies, client.train, tuning, generator(0, "many"), engine)
     for steps in (*stops, None):
-        race = run_race(model, race, bn, steps, engine)
-    return judge_race(model, race, bn, client.train, client.test, tuning.statistics == "precise", engine)
+        race = run_race(model, race, bn, steps)
+    return judge_race(model, race, bn, client.train, client.test, tuning.statistics == "precise")
 
 
 def agrees(model, strategies, client, tuning=TUNING):
@@ -85,8 +86,8 @@ def test_hand_frozen_parameters_stay(model, client):
     strategies = mixed(frozen)
     agrees(frozen, strategies, client)
     for engine in ("vmap", "loop"):
-        race = start_race(frozen, strategies, client.train, TUNING, generator(0))
-        end = run_race(frozen, race, "mix", engine=engine)
+        race = start_race(frozen, strategies, client.train, TUNING, generator(0), engine)
+        end = run_race(frozen, race, "mix")
         assert "conv1.weight" not in end.weights and race.eta.shape == (len(strategies), 9)
         assert all(torch.equal(t, frozen.conv1.weight) for t in end.buffers["conv1.weight"])
 
@@ -146,10 +147,10 @@ def test_stopping_half_way_is_going_through(model, client, engine):
 @pytest.mark.parametrize("engine", ["vmap", "loop"])
 def test_some_go_on_as_they_would_have(model, client, engine):
     strategies, some = mixed(model), torch.tensor([5, 0, 3])
-    race = run_race(model, start_race(model, strategies, client.train, TUNING, generator(0, "many")), "mix", 2, engine)
-    end = run_race(model, race.only(some), "mix", engine=engine)
-    assert not end.steps and len(race.steps) == 2  # 26 samples are two batches, twice
-    few = judge_race(model, end, "mix", client.train, client.test, engine=engine)
+    race = run_race(model, start_race(model, strategies, client.train, TUNING, generator(0, "many"), engine), "mix", 2)
+    end = run_race(model, race.only(some), "mix")
+    assert end.engine == engine and not end.steps and len(race.steps) == 2  # 26 samples are two batches, twice
+    few = judge_race(model, end, "mix", client.train, client.test)
     whole = judged(model, strategies, client, TUNING, engine)
     torch.testing.assert_close(few[0], whole[0][some], rtol=0, atol=1e-6)
     assert torch.equal(few[1], whole[1][some])
@@ -171,9 +172,25 @@ def test_the_model_is_not_changed(client):
 
 
 def test_the_size_of_the_network_decides(model):
-    assert _side_by_side("auto", model) and _side_by_side("vmap", model) and not _side_by_side("loop", model)
+    """And no stopwatch: the choice is the same in every run. Who asks for an engine gets it."""
     large = nn.Linear(SMALL, 1)
-    assert not _side_by_side("auto", large) and _side_by_side("vmap", large)
+    assert [pick_engine(net, engine) for net in (model, large) for engine in ENGINES] == ["vmap", "vmap", "loop", "loop", "vmap", "loop"]
+
+
+def test_how_closely_engines_agree(model, client):
+    """After the same steps, in all weights: some units of the last place, in strategies that differ in everything."""
+    strategies = mixed(model)
+    vmap, loop = (run_race(model, start_race(model, strategies, client.train, TUNING, generator(0), engine), "mix") for engine in ("vmap", "loop"))
+    assert all((vmap.weights[name] - t).abs().max() <= 2e-6 * max(1.0, t.abs().max()) for name, t in loop.weights.items())
+
+
+def test_the_fastest_engine_is_the_faster_one(model, client, monkeypatch):
+    """By the clock: here one that says so."""
+    took = {"vmap": 1.0, "loop": 2.0}
+    monkeypatch.setattr("fedl2p.many.seconds", lambda functions, repeats: {name: Time(took[name], 1.0) for name, f in functions.items() if f().steps})
+    assert fastest_engine(model, client.train, TUNING) == "vmap"
+    took["vmap"] = 3.0
+    assert fastest_engine(model, client.train, TUNING) == "loop"
 
 
 def test_a_network_without_any_step_is_the_pretrained_one(model, client):
@@ -201,5 +218,5 @@ def test_wrong_inputs(model, client):
     with pytest.raises(ValueError, match="^number of samples must be >= 1, got 0"):
         begin(bn_c(model, 0.1), data=client.train[:0])
     with pytest.raises(ValueError, match="^engine must be one of auto, vmap, loop, got 'gpu'"):
-        run_race(model, begin(bn_c(model, 0.1)), "mix", engine="gpu")
+        start_race(model, [bn_c(model, 0.1)], client.train, TUNING, generator(0), "gpu")
     assert ENGINES == ("auto", "vmap", "loop")

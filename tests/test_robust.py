@@ -110,4 +110,4 @@ def test_meta_nets_are_learned_by_a_robust_mean(mean):
     learner = FedL2P(network(), replace(QUICK, mean=mean, rounds=1)).fit(seen(), runner=Runner(0))
     plain = FedL2P(network(), replace(QUICK, rounds=1)).fit(seen(), runner=Runner(0))
     assert not any(r["failed"] for r in learner.history)
-    assert any(not torch.equal(learner.last[k], t) for k, t in plain.last.items())
+    assert any(not torch.equal(learner.last_state[k], t) for k, t in plain.last_state.items())

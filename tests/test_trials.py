@@ -3,6 +3,7 @@
 import json
 import math
 import statistics
+import sys
 from copy import deepcopy
 from dataclasses import replace
 
@@ -12,14 +13,18 @@ from torch import nn
 
 from fedl2p import trials
 from fedl2p.bn import mix_bn
-from fedl2p.client import Config, learn_client, untrained, validate_client
+from fedl2p.client import learn_client, validate_client
+from fedl2p.config import Config
 from fedl2p.core import generator, load_tensors
 from fedl2p.data import Client, Data
 from fedl2p.digits import fit
 from fedl2p.federated import Update, average
-from fedl2p.learner import Course, FedL2P, _if_it_helps
+from fedl2p.learner import FedL2P
 from fedl2p.many import judge_race, run_race, start_race
+from fedl2p.measure import count_flops
 from fedl2p.metanet import signature
+from fedl2p.policy import untrained
+from fedl2p.rounds import Course, _if_it_helps
 from fedl2p.runner import Failure, Outcome, Runner, attempt
 from fedl2p.selector import FAR, Selector, candidates, inputs_of, scores_of, strategy_of
 from fedl2p.trials import (
@@ -124,7 +129,7 @@ def start(model, clients, config=QUICK):
 def test_who_must_not_move_does_not_and_who_must_does(learner, unseen):
     """By clients that nobody has seen, whose kind is written nowhere in what the policy gets to know."""
     rates = {c.id: learner.strategy(c).eta.max().item() for c in unseen}
-    assert learner.chosen["looks"] and learner.chosen["gain"] > learner.chosen["error"] > 0
+    assert learner.trials["looks"] and learner.trials["gain"] > learner.trials["error"] > 0
     assert all(rate <= 0.03 if id.startswith("as ever") else rate >= 0.3 for id, rate in rates.items()), rates
     assert all(learner.strategy(c).distance < FAR for c in unseen)
 
@@ -154,7 +159,7 @@ def test_without_looking_all_get_the_best_on_average(model, tried, few):
     for client in few:
         strategy = learner.strategy(client)
         assert torch.equal(strategy.eta, expected.eta) and torch.equal(strategy.beta, expected.beta) and strategy.bn == expected.bn
-    assert {k: learner.chosen[k] for k in ("looks", "gain", "error")} == {"looks": False, "gain": 0.0, "error": 0.0}
+    assert {k: learner.trials[k] for k in ("looks", "gain", "error")} == {"looks": False, "gain": 0.0, "error": 0.0}
     assert not lam(learner)["last"].any() and lam(learner)["common"].argsort(descending=True)[0] == best
 
 
@@ -338,7 +343,7 @@ def test_inputs_of_trials_are_those_of_the_profile(model, few):
 def test_with_few_clients_there_is_one_strategy_for_all(model, tried, few, n):
     """Too few to find out whether looking helps those that it did not learn from."""
     learner = FedL2P(model, QUICK).fit(tried[:n], runner=Runner(0))
-    assert learner.chosen["looks"] is False and not lam(learner)["last"].any()
+    assert learner.trials["looks"] is False and not lam(learner)["last"].any()
     assert len({tuple(learner.strategy(c).eta.tolist()) for c in few}) == 1
 
 
@@ -377,6 +382,19 @@ def test_a_model_that_is_frozen_by_hand(model, few):
         assert torch.equal(tuned[0].weight, model[0].weight)
 
 
+def test_a_frozen_backbone_costs_what_its_head_costs(few, monkeypatch):
+    """Without batch norms, whose statistics would be the client's: its features are computed once, and losses are the same."""
+    net = nn.Sequential(nn.Linear(SIZE, 256), nn.ReLU(), nn.Linear(256, 4))
+    net[0].requires_grad_(False)
+    data, found, work = few[0].samples("train+val"), [], []
+    for short in (True, False):
+        if not short:
+            monkeypatch.setattr(sys.modules[trial_losses.__module__], "without_body", lambda *_: None)
+        work.append(count_flops(lambda: found.append(trial_losses(net, QUICK, data, "x"))))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-5)
+    assert work[0] < 0.5 * work[1]
+
+
 def test_double_precision(model, few):
     def double(data):
         return Data(data.x.double(), data.y)
@@ -403,21 +421,21 @@ def test_the_model_is_not_changed(few):
 @pytest.fixture(scope="module")
 def whole(model, few):
     learner = FedL2P(model, QUICK).fit(few, runner=Runner(0))
-    assert learner.chosen["looks"] and lam(learner)["last"].any()  # so that there is something to compare
+    assert learner.trials["looks"] and lam(learner)["last"].any()  # so that there is something to compare
     return learner
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_the_same_whatever_the_workers(model, few, whole, workers):
     there = FedL2P(model, QUICK).fit(few, runner=Runner(workers))
-    assert same(lam(whole), lam(there)) and there.chosen == whole.chosen
+    assert same(lam(whole), lam(there)) and there.trials == whole.trials
 
 
 def test_the_same_whatever_the_order(model, tried, whole):
     """Clients of a federation have no order: over Flower they come by their names."""
     for order in (tried[::-1], [tried[i] for i in (3, 0, 5, 1, 4, 2)]):
         there = FedL2P(model, QUICK).fit(order, runner=Runner(0))
-        assert same(lam(whole), lam(there)) and there.chosen == whole.chosen
+        assert same(lam(whole), lam(there)) and there.trials == whole.trials
 
 
 def test_other_seeds_and_names_are_other_trials(model, few):
@@ -450,7 +468,7 @@ def test_trials_that_were_stopped_go_on(model, few, whole, tmp_path):
     assert len(list((tmp_path / "trials").iterdir())) == 2 and not (tmp_path / "checkpoint.safetensors").exists()
     watch = Watch()
     again = FedL2P(model, QUICK).fit(few, tmp_path, Runner(0, progress=watch))
-    assert watch.shown == [("trials", 6, 2)] and same(lam(whole), lam(again)) and again.chosen == whole.chosen
+    assert watch.shown == [("trials", 6, 2)] and same(lam(whole), lam(again)) and again.trials == whole.trials
 
     (tmp_path / "checkpoint.safetensors").unlink()
     for path in sorted((tmp_path / "trials").iterdir())[::2]:
@@ -468,7 +486,7 @@ def test_a_finished_run_is_not_run_again(model, tried, few, whole, tmp_path):
     """What clients keep is no part of their fingerprint."""
     FedL2P(model, QUICK).fit(tried, tmp_path, Runner(0))
     again = FedL2P(model, QUICK).fit(few, tmp_path, Runner(transport=refuse))
-    assert same(lam(whole), lam(again)) and (again.chosen, again.history) == (whole.chosen, [])
+    assert same(lam(whole), lam(again)) and (again.trials, again.history) == (whole.trials, [])
 
 
 def test_a_second_fit_starts_anew(model, tried, whole):
@@ -521,7 +539,7 @@ def test_a_client_that_fails_is_left_out(model, tried, few, whole, tmp_path):
     bad = replace(few[0], id="bad", train=Data(nan, few[0].train.y))
     with pytest.warns(RuntimeWarning, match="client 'bad' is left out: ValueError: client 'bad': train.x has 24 values"):
         learner = FedL2P(model, QUICK).fit([*tried, bad], tmp_path, Runner(0))
-    assert same(lam(learner), lam(whole)) and learner.chosen == whole.chosen  # as if it had not been there
+    assert same(lam(learner), lam(whole)) and learner.trials == whole.trials  # as if it had not been there
     assert not (tmp_path / "trials").exists()  # the others had tried before
 
 
@@ -533,7 +551,7 @@ def test_a_client_that_fails_in_its_trials_only(model, tried, few):
 
     with pytest.warns(RuntimeWarning, match=f"client '{few[2].id}' is left out: its process died"):
         learner = FedL2P(model, QUICK).fit([*tried[:2], few[2], *tried[3:], replace(tried[0], id="more")], runner=Runner(transport=transport))
-    assert all(t.isfinite().all() for t in lam(learner).values()) and learner.chosen
+    assert all(t.isfinite().all() for t in lam(learner).values()) and learner.trials
     empty = [replace(c, val=c.val[:0]) for c in few[:2]]
     with pytest.warns(RuntimeWarning, match="val is empty"), pytest.raises(RuntimeError, match="^all 2 clients failed; see the warnings"):
         run_trials(model, QUICK, empty, Runner(0))
@@ -552,8 +570,8 @@ def refined(model, tried):
 
 def test_rounds_of_hypergradients_move_the_offsets_only(model, refined, whole):
     assert [r.get("final", False) for r in refined.history] == [False, False, True] and len(refined.history[0]["clients"]) == 3
-    moved = {k for k, t in refined.last.items() if not torch.equal(t, lam(whole)[k])}
-    assert moved and moved <= {"beta_offset", "eta_offset"} and refined.chosen == whole.chosen
+    moved = {k for k, t in refined.last_state.items() if not torch.equal(t, lam(whole)[k])}
+    assert moved and moved <= {"beta_offset", "eta_offset"} and refined.trials == whole.trials
     last = refined.history[-1]
     assert isinstance(last["refined"], bool) and last["refined"] == (last["gain"] > last["error"])
     assert last["refined"] or same(lam(refined), lam(whole))
@@ -572,9 +590,9 @@ def test_refinement_that_was_stopped_goes_on(model, tried, refined, tmp_path):
     tensors, header = load_tensors(tmp_path / "checkpoint.safetensors", "fedl2p checkpoint 1")
     assert len(json.loads(header["info"])["rounds"]) == 1 and tensors["moments.count"] == 1
     again = FedL2P(model, REFINED).fit(tried[::-1], tmp_path, Runner(0))
-    assert same(lam(again), lam(refined)) and same(again.last, refined.last) and again.history == refined.history
+    assert same(lam(again), lam(refined)) and same(again.last_state, refined.last_state) and again.history == refined.history
     finished = FedL2P(model, REFINED).fit(tried, tmp_path, Runner(transport=refuse))
-    assert same(lam(finished), lam(refined)) and finished.history == refined.history and finished.chosen == refined.chosen
+    assert same(lam(finished), lam(refined)) and finished.history == refined.history and finished.trials == refined.trials
 
 
 @pytest.mark.parametrize(("gains", "helps"), [
@@ -593,9 +611,9 @@ def test_offsets_are_kept_if_they_help(model, tried, whole, gains, helps):
         return iter([Outcome(Update(task.state, 8.0, report | {"val_loss": 1.0 - by_id[task.client.id]})) for task in tasks])
 
     start, moved = lam(whole), {k: t + 0.1 if "offset" in k else t for k, t in lam(whole).items()}
-    course = Course(moved, moved, [{"round": 1, "val_loss": 0.5, "final": True}], chosen=whole.chosen)
-    after = _if_it_helps(FedL2P(model, REFINED), course, tried, Runner(transport=transport))
-    assert same(after.answer, moved if helps else start) and same(after.now, moved) and after.chosen == whole.chosen
+    course = Course(moved, moved, [{"round": 1, "val_loss": 0.5, "final": True}], trials=whole.trials)
+    after = _if_it_helps(model, REFINED, course, tried, Runner(transport=transport))
+    assert same(after.answer, moved if helps else start) and same(after.now, moved) and after.trials == whole.trials
     assert after.history == [course.history[0] | {"refined": helps, "gain": pytest.approx(sum(gains) / 6), "error": after.history[0]["error"]}]
     assert after.history[0]["error"] == pytest.approx(statistics.stdev(gains) / 6**0.5)
 
@@ -615,7 +633,7 @@ def test_all_are_asked_in_the_end(model, tried, whole):
 
     learner = FedL2P(model, REFINED).fit(tried, runner=Runner(transport=transport))
     assert asked == [3, 6] and learner.history[-1]["refined"] is False and learner.history[-1]["gain"] == -1.0
-    assert same(lam(learner), lam(whole)) and not same(learner.last, lam(whole))
+    assert same(lam(learner), lam(whole)) and not same(learner.last_state, lam(whole))
 
 
 @pytest.mark.parametrize("keep", ["lowest", "after"])

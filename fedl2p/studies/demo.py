@@ -15,7 +15,7 @@ from typing import get_args
 
 from ..analysis import gains, mean_gain, plot_accuracy, plot_learning, plot_strategies
 from ..checkpoint import changed
-from ..client import Config, Estimator
+from ..config import Config, Estimator
 from fedl2p.core import (
     Json,
     Table,

@@ -23,19 +23,9 @@ from torch import nn
 from ..analysis import Record, layers_of, records
 from ..bn import mix_bn
 from ..checkpoint import changed, fingerprint
-from fedl2p.client import (
-    Config,
-    Result,
-    l2p_client,
-    l2p_passes,
-    policy,
-    profile_of,
-    score_all,
-    score_strategies,
-    upgraded,
-    with_state,
-)
+from ..client import l2p_client, l2p_passes
 from ..clusters import mean_strategy
+from ..config import Config, upgraded
 from fedl2p.core import (
     Json,
     check_fields,
@@ -55,8 +45,10 @@ from ..data import Client, Federation
 from ..federated import Diverged
 from ..finetune import baselines
 from ..learner import FedL2P
+from ..policy import policy, profile_of, with_state
 from ..pretraining import Pretraining, Recipe, pretrain
 from ..runner import Progress, Runner, quiet
+from ..scoring import Result, score_all, score_strategies
 from ..selector import candidates
 from ..strategy import GRID, Strategy
 from .published import PAPER_METHODS, TABLES, Condition
@@ -333,10 +325,10 @@ def _results(job: Job, model: nn.Module, everybody: Federation) -> Json:
         if method != policy_of:
             results = under(mean_strategy(learner, everybody.seen))
         else:
-            if learner.last:  # a policy was learned
+            if learner.last_state:  # a policy was learned
                 learner.save(folder / "policy.safetensors")
                 kept["last"] = _last(learner, seen[0])
-                looking = {k: learner.chosen[k] for k in ("looks", "gain", "error") if learner.chosen}
+                looking = {k: learner.trials[k] for k in ("looks", "gain", "error") if learner.trials}
                 kept |= {"looking": looking} if looking else {}
             kept["rounds"] = [{k: _digits(v) if k in ("beta", "eta") else v for k, v in r.items() if k != "clients"}
                               for r in learner.history]
@@ -373,7 +365,7 @@ def _last(learner: FedL2P, client: Client) -> Json:
     model, config = learner.model, learner.config
     known = profile_of(model, config, client.to(device_of(model)).train, (config.seed, "last"))
     with torch.no_grad():
-        strategy = policy(with_state(model, config, learner.last), known, config)
+        strategy = policy(with_state(model, config, learner.last_state), known, config)
     return {"beta": _digits(strategy.beta.tolist()), "eta": _digits(strategy.eta.tolist())}
 
 

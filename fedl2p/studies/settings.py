@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
-from ..client import Config
+from ..config import Config
 from ..core import require_choice
 from ..data import Client, Federation
 from ..digits import digits_federation, small_cnn

@@ -40,7 +40,7 @@ def main(grid: Grid, context: Context) -> None:
     config = Config.paper(lr=0.01, epochs=run["epochs"], rounds=run["rounds"], fraction=run["fraction"], estimator=run["estimator"])
     learner = FedL2P(model, config).fit(clients, out, runner)
     if nodes.privacy:  # the best round was chosen by exact losses, which would give away what the noise hides
-        learner.metanets.load_state_dict(learner.last)
+        learner.metanets.load_state_dict(learner.last_state)
     learner.save(out / "policy.safetensors")
     write_json(out / "scores.json", records("fedl2p", "seen", learner.score(clients, Runner(transport=nodes))))
     write_json(out / "traffic.json", nodes.traffic)

@@ -14,14 +14,16 @@ from torch import nn
 
 from fedl2p import cli
 from fedl2p.checkpoint import load_checkpoint, save_checkpoint
-from fedl2p.client import Config, untrained
+from fedl2p.config import Config
 from fedl2p.core import Table, save_tensors
 from fedl2p.data import Client, Data, check, lda_partition, make_client
 from fedl2p.digits import small_cnn
-from fedl2p.learner import Course, FedL2P, _keep, _restore
+from fedl2p.learner import FedL2P
+from fedl2p.policy import untrained
 from fedl2p.pretraining import Recipe
 from fedl2p.profile import Profile
 from fedl2p.report import cases as report_cases
+from fedl2p.rounds import Course, load_course, save_course
 from fedl2p.runner import Runner
 from fedl2p.studies.demo import Demo
 from fedl2p.studies.files import load_npy, read_list, read_npz, read_wav
@@ -202,7 +204,7 @@ def checkpoint_bytes():
     config = Config.paper(hidden=4)
     state = untrained(model(), config).state_dict()
     with tempfile.TemporaryDirectory() as home:
-        _keep(Path(home), SETTINGS, Course(state, state, [{"round": 1, "val_loss": 0.5}]))
+        save_course(Path(home), SETTINGS, Course(state, state, [{"round": 1, "val_loss": 0.5}]))
         return Path(home, "checkpoint.safetensors").read_bytes()
 
 
@@ -213,7 +215,7 @@ def checkpoint_case(rng, folder):
         rewritten(checkpoint_bytes(), rng, path)
 
     def call():
-        course = _restore(folder, SETTINGS, torch.device("cpu"), like)
+        course = load_course(folder, SETTINGS, torch.device("cpu"), like)
         if course:
             assert all(t.isfinite().all() for t in course.now.values()) and course.tired(3) in (True, False)
             save_checkpoint(folder / "again", SETTINGS, course.now, {"round": 1})

@@ -1,0 +1,124 @@
+"""Does the race of the trials choose what the full table would? Share of equal choices, regret and cost.
+
+    python tests/bench/race.py FOLDER [DATASET ALPHA SEED CLIENTS] [--data DATA]     e.g. FOLDER digits 0.5 0 30, or FOLDER cifar10 0.5 0 10
+
+Every candidate of every client is fine-tuned to the end and judged at each rung of the race, in each split: some seconds a client
+on digits, half a minute on CIFAR-10. These tables are kept in FOLDER, one file a client; without further arguments, only those that
+are there are read: `python tests/bench/race.py tests/bench/race` shows ours. On each table the race is run again by its rule: candidates that it would have stopped are not looked at later.
+For the first client that is new, the race of `trial_losses` itself must agree.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from fedl2p.bn import mix_bn
+from fedl2p.pretraining import pretrain
+from fedl2p.runner import Runner
+from fedl2p.selector import candidates
+from fedl2p.studies.runs import drawn
+from fedl2p.studies.settings import setting
+from fedl2p.trials import rungs, trial_losses
+
+TRIALS = sys.modules[trial_losses.__module__]
+MODELS = Path(__file__).parents[2] / "nbs/experiments/policy"  # which come with the repository
+
+
+def full_table(model, config, data, id) -> list[list[list[float]]]:
+    "Losses [rung, split, candidate] of all candidates, none of which stops."
+    everybody, table = range(len(candidates())), [[[0.0] * len(candidates()) for _ in range(config.splits)] for _ in rungs(config)]
+    worst = 2 * math.log(10)
+    for k in range(config.splits):
+        split = TRIALS._split(data, config, k, id)
+        heats = TRIALS._heats(model, config, everybody, split[0], (config.seed, "trial", k, id))
+        for r, epoch in enumerate(rungs(config)):
+            heats, losses = TRIALS._go_on(model, config, heats, split, epoch, everybody)
+            table[r][k] = [round(min(losses[i], worst) if math.isfinite(losses[i]) else worst, 5) for i in everybody]
+    return table
+
+
+def choices(table) -> tuple[int, int]:
+    "What the race chooses, and what the full table says."
+    means = torch.tensor(table).mean(1)
+    alive = list(range(means.shape[1]))
+    for rung in means:
+        ranked = sorted(alive, key=lambda i: (rung[i].item(), i))
+        alive = ranked[: math.ceil(len(ranked) / 3)]
+    return ranked[0], int(means[-1].argmin())
+
+
+def cost(config) -> float:
+    "Gradients of the race, as a share of the full table's."
+    n, done, steps = len(candidates()), 0, 0
+    for epoch in rungs(config):
+        steps, done, n = steps + n * (epoch - done), epoch, math.ceil(n / 3)
+    return steps / (len(candidates()) * config.epochs)
+
+
+def measured(folder: Path, dataset: str, alpha: float, seed: int, n: int, data: Path) -> Iterator[Path]:
+    "Files with the tables of some clients, made now if they are not there."
+    how = setting(dataset, "small", data)
+    own = seed if how.new_clients else 0  # as in the studies
+    config, everybody = replace(how.config.ours(), seed=seed), how.clients(alpha, own)
+    here = folder / f"{dataset}-alpha{alpha:g}-seed{own}.safetensors"
+    known = MODELS / dataset / "small/pretrained" / f"fedavg-alpha{alpha:g}.safetensors"
+    if known.exists() and not here.exists():
+        here.write_bytes(known.read_bytes())
+    model = mix_bn(pretrain(how.model(own), everybody.pretraining, replace(how.recipe, seed=own), Runner(0), here), verbose=False)
+    for number, client in enumerate(drawn([*everybody.seen, *everybody.unseen], n, seed)):
+        path = folder / f"{dataset} alpha {alpha:g} e {config.epochs}" / f"seed {seed} {client.id}.json"
+        if not path.exists():
+            samples = client.samples("train+val")
+            table = full_table(model, config, samples, client.id)
+            if number == 0:
+                raced = int(trial_losses(model, config, samples, client.id).argmin())
+                if raced != choices(table)[0]:
+                    raise AssertionError(f"{client.id}: trial_losses chooses {raced}, the table says {choices(table)[0]}")
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(json.dumps({"ratio": cost(config), "table": table}))
+        yield path
+
+
+def report(folder: Path) -> None:
+    "A row for each condition of which there are tables."
+    print("| condition | clients | equal choice | within one error | regret in loss | mean best loss | gradients, race / full |")
+    print("|---|--:|--:|--:|--:|--:|--:|")
+    for condition in sorted(p for p in folder.iterdir() if p.is_dir()):
+        files = [json.loads(p.read_text()) for p in sorted(condition.glob("*.json"))]
+        equal, close, regret, best = 0, 0, [], []
+        for file in files:
+            raced, full = choices(file["table"])
+            more = [split[raced] - split[full] for split in file["table"][-1]]
+            error = statistics.stdev(more) / math.sqrt(len(more))  # of the difference, from split to split
+            equal, close = equal + (raced == full), close + (statistics.mean(more) <= error)
+            regret.append(statistics.mean(more))
+            best.append(statistics.mean(split[full] for split in file["table"][-1]))
+        n = len(files)
+        print(f"| {condition.name} | {n} | {100 * equal / n:.0f}% | {100 * close / n:.0f}% | {statistics.mean(regret):.4f} "
+              f"| {statistics.mean(best):.3f} | {files[0]['ratio']:.2f} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("condition", nargs="*")
+    parser.add_argument("--data", type=Path, default=Path("data"))
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    given.folder.mkdir(parents=True, exist_ok=True)
+    if given.condition:
+        dataset, alpha, seed, n = given.condition
+        for path in measured(given.folder, dataset, float(alpha), int(seed), int(n), given.data):
+            print(path.stem, file=sys.stderr, flush=True)
+    report(given.folder)
+
+
+if __name__ == "__main__":
+    main()
