@@ -237,7 +237,7 @@ class Nodes:
             time.sleep(min(0.5, left))
         for node, failure in self.unheard.items():
             warn(f"node {node} is left out: {failure.reason}")
-        domains = {client.id: client.domain for client, _ in self.known.values()}
+        domains = dict(sorted((client.id, client.domain) for client, _ in self.known.values()))  # not as they came
         if len(domains) < len(self.known):
             raise RuntimeError(f"names of nodes must be different, got {len(domains)} for {len(self.known)} nodes")
         if not domains:

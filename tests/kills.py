@@ -150,7 +150,7 @@ def trial(kind, kills, seed=0):
                 if after != expected or parts:
                     odd = sorted(k for k in {**after, **expected} if after.get(k) != expected.get(k))
                     problems.append(f"{kind}, killed after {moment:.1f} s: {odd[:5]} {parts[:3]}")
-                print(f"{kind}: {equal} of {tried} equal", file=sys.stderr, flush=True)
+                print(f"{kind}: {equal} of {tried} equal", *problems[-1:], file=sys.stderr, flush=True)
             shutil.rmtree(out, ignore_errors=True)
     return {"kind": kind, "kills": tried, "equal": equal, "problems": problems}
 

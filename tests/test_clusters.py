@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedl2p.analysis import Gain, plot_gains
 from fedl2p.bn import mix_bn
 from fedl2p.client import l2p_client, learn_client
 from fedl2p.clusters import cluster, distance_map, distances, mean_strategy, plot_maps, spread, spread_table
@@ -182,3 +183,25 @@ def test_other_inputs_are_named(model):
         Config.paper(inputs="log")
     with pytest.raises(ValueError, match="inputs must be one of raw, standard, got 'log'"):
         MetaNets.for_model(model, 0.1, inputs="log")
+
+
+def test_many_domains_make_no_large_picture():
+    """A page of 400 clients in 200 domains took gigabytes and minutes: a number in each of 40,000 squares, and a legend of 200 names."""
+    rows, domains = torch.randn(80, 3, generator=torch.Generator().manual_seed(0)), [f"d{i % 40:02}" for i in range(80)]
+    fig = plot_maps({"a": rows}, domains)
+    ax = fig.axes[0]
+    assert not ax.texts and len(ax.get_xticklabels()) == len(ax.get_yticklabels()) == 20
+    assert not plot_gains([Gain(f"c{i}", d, {0: float(i)}, 10) for i, d in enumerate(domains)]).legends
+    few = plot_maps({"a": rows}, [f"d{i % 4}" for i in range(80)])
+    assert len(few.axes[0].texts) == 16
+
+
+def test_means_of_distances_as_they_are_defined():
+    rows, domains = torch.randn(9, 3, generator=torch.Generator().manual_seed(0)), list("aabbbccca")
+    apart = distances(rows)
+    mean = {}
+    for a in "abc":
+        for b in "abc":
+            mean[a, b] = torch.stack([apart[i, j] for i in range(9) for j in range(9) if i != j and (domains[i], domains[j]) == (a, b)]).mean()
+    expected = torch.stack([(mean[a, b] / (mean[a, a] * mean[b, b]).sqrt()).log() for a in "abc" for b in "abc"]).view(3, 3)
+    torch.testing.assert_close(distance_map(rows, domains).values, expected)

@@ -266,6 +266,17 @@ def test_a_server_that_starts_again_without_a_node_goes_on(here, tmp_path):
     assert same(resumed.last_state, fit(without({(lost, 3)}), seen()).last_state)
 
 
+def test_names_are_kept_in_one_order(here, tmp_path):
+    """They stood in the file as nodes had come, so that two equal runs left different files."""
+    other = Here(here.app)
+    other.contexts = dict(reversed(other.contexts.items()))
+    contents = []
+    for grid in (here, other):
+        Nodes(grid).clients(5, path=(path := tmp_path / f"{len(contents)}.json"))
+        contents.append(path.read_bytes())
+    assert contents[0] == contents[1]
+
+
 def test_only_known_work(here):
     nodes = Nodes(here)
     names = ", ".join(["train_client", "describe_client", "try_client", "choose_client", "learn_client", "validate_client", "score_policy"])

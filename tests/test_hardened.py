@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -302,6 +303,39 @@ def test_a_full_disk_and_a_read_only_folder_are_said(tmp_path, monkeypatch, caps
     (tmp_path / "file").write_text("x")
     assert main(["demo", "--out", str(tmp_path / "file" / "out"), "--seeds", "0"]) == 1
     assert "out must be a folder to write in" in capsys.readouterr().err
+
+
+DEMO = ["demo", "--seeds", "0", "--clients", "5", "--unseen", "0", "--pretraining-rounds", "1", "--epochs", "1", "--rounds", "1", "--estimator", "fomaml", "--workers", "0"]
+
+
+def test_a_disk_that_fills_up_in_the_middle(tmp_path, capsys):
+    """No file may have more than some bytes: small ones are written, and then one is not."""
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8000, limits[1]))
+    try:
+        code = main([*DEMO, "--out", str(tmp_path / "out")])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = capsys.readouterr().err
+    assert code == 1 and "File too large" in said and "Traceback" not in said
+    assert (tmp_path / "out" / "config.json").exists() and not list(tmp_path.rglob("*.part"))
+
+
+@linux
+def test_a_folder_that_may_only_be_read(capsys):
+    """Root may write anywhere, and becomes somebody else for a while."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o555)
+        before = os.geteuid()
+        if before == 0:
+            os.seteuid(65534)
+        try:
+            code = main([*DEMO, "--out", str(Path(folder, "out"))])
+        finally:
+            os.seteuid(before)
+        assert code == 1 and "out must be a folder to write in" in (said := capsys.readouterr().err) and "Traceback" not in said
+        assert not list(Path(folder).iterdir())
 
 
 def dies_of_memory(model, settings, state, client, number):

@@ -224,6 +224,37 @@ def checkpoint_case(rng, folder):
     return "checkpoint", call
 
 
+@cache
+def fitted_bytes():
+    """A folder by `fit`, with what three clients tried."""
+    import tempfile
+
+    from fedl2p.digits import digits_federation
+
+    clients = digits_federation(5, 0, size=30).seen[:3]
+    with tempfile.TemporaryDirectory() as home:
+        FedL2P(small_cnn(width=2), Config(epochs=1, splits=1, choosing_rounds=2, rounds=1)).fit(clients, home, Runner(0))
+        return {path.relative_to(home): path.read_bytes() for path in sorted(Path(home).rglob("*.safetensors"))}
+
+
+def fitted_case(rng, folder):
+    files = fitted_bytes()
+    spoilt = rng.choice(sorted(files))
+    for name, raw in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(raw)
+    if rng.random() < 0.3:
+        (folder / spoilt).write_bytes(damaged_bytes(files[spoilt], rng))
+    else:
+        rewritten(files[spoilt], rng, folder / spoilt)
+
+    def call():
+        [case] = report_cases(folder)
+        assert case.parts and not any("nan" in str(part).lower().split() for part in case.parts)
+
+    return f"fitted {spoilt}", call
+
+
 def file_case(rng, folder):
     kind, path = rng.choice(["npz", "npy", "wav", "list"]), folder / "file"
     if kind == "npz":
@@ -309,5 +340,5 @@ def network_case(rng, folder):
     return f"FedL2P({type(made).__name__})", lambda: FedL2P(made, Config.paper(hidden=4))
 
 
-KINDS = [settings_case, run_case, options_case, partition_case, client_case, record_case, policy_case, checkpoint_case, file_case, message_case, network_case]
+KINDS = [settings_case, run_case, options_case, partition_case, client_case, record_case, policy_case, checkpoint_case, fitted_case, file_case, message_case, network_case]
 warnings.simplefilter("ignore")
