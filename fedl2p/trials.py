@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ROOM', 'KEPT', 'COMMON_ROUNDS', 'NETWORK', 'FOLDS', 'rungs', 'trial_losses', 'try_client', 'kept_file', 'keep',
-           'recall', 'run_trials', 'choose_client', 'learn_to_choose']
+           'read_kept', 'recall', 'run_trials', 'choose_client', 'learn_to_choose']
 
 # %% ../nbs/12_trials.ipynb #7ec1ca56
 import hashlib
@@ -174,12 +174,23 @@ def keep(
         save_tensors(path, kept, {"format": KEPT, "client": client.id})
 
 
+def read_kept(
+    path: Path, # from `kept_file`, or of a stranger
+) -> tuple[State, str]: # what a client kept, and its id
+    "A file with trials."
+    kept, header = load_tensors(path, KEPT)
+    good = {"inputs", "losses"} <= kept.keys() and "client" in header
+    if not good or not all(t.dim() == 1 and t.is_floating_point() and t.isfinite().all() for t in kept.values()):
+        raise ValueError(f"{path} holds no trials of a client; delete it, and they are made again")
+    return kept, header["client"]
+
+
 def recall(
     path: Path, # from `kept_file`
     client: Client,
 ) -> Client: # with what it keeps, if there is a file
     "A client that remembers its trials."
-    return replace(client, kept=load_tensors(path, KEPT)[0]) if path.exists() else client
+    return replace(client, kept=read_kept(path)[0]) if path.exists() else client
 
 
 def run_trials(
