@@ -15,7 +15,7 @@ from fedl2p import trials
 from fedl2p.bn import mix_bn
 from fedl2p.client import learn_client, validate_client
 from fedl2p.config import Config
-from fedl2p.core import generator, load_tensors
+from fedl2p.core import generator, load_tensors, save_tensors
 from fedl2p.data import Client, Data
 from fedl2p.digits import fit
 from fedl2p.federated import Update, average
@@ -35,6 +35,7 @@ from fedl2p.trials import (
     keep,
     kept_file,
     learn_to_choose,
+    read_kept,
     recall,
     run_trials,
     rungs,
@@ -660,3 +661,12 @@ def test_a_folder_holds_trials_checkpoint_and_rounds(model, few, tmp_path):
     assert len((tmp_path / "rounds.jsonl").read_text().splitlines()) == 3
     kept = recall(kept_file(tmp_path / "trials", model, REFINED, few[0]), few[0]).kept
     assert same(kept, try_client(model, REFINED, {}, few[0], 0).kept)
+
+
+@pytest.mark.parametrize("kept", [{}, {"losses": torch.ones(3)}, {"losses": torch.tensor([1.0, float("nan")]), "inputs": torch.ones(2)}, {"losses": torch.ones(2, 2), "inputs": torch.ones(2)}, {"losses": torch.ones(2, dtype=torch.int64), "inputs": torch.ones(2)}])
+def test_trials_of_a_stranger_are_looked_at(kept, tmp_path):
+    """Whoever writes a file with a fitting hash could have NaN enter lambda, or end learning in a KeyError."""
+    path = tmp_path / "a.safetensors"
+    save_tensors(path, {**kept, "more": torch.ones(1)}, {"format": KEPT, "client": "a"})
+    with pytest.raises(ValueError, match="a.safetensors holds no trials of a client; delete it, and they are made again"):
+        read_kept(path)
