@@ -10,11 +10,7 @@ from execnb.nbio import mk_cell, read_nb
 BOUNDS = {"words": 2500, "lines": 250, "longest": 40}  # what can be read in one sitting
 EXERCISES = 3  # a lesson: one to compute, one to build, one to explore
 # Lessons that are still over a bound, and by how much they may be: smaller is welcome, larger is a fault.
-OVER: dict[str, dict[str, int]] = {
-    "finetune": {"lines": 386, "longest": 60},
-    "trials": {"lines": 350, "longest": 60},
-    "clusters": {"lines": 300},
-}
+OVER: dict[str, dict[str, int]] = {}
 
 
 def lengths(path: Path) -> dict[str, int]:

@@ -120,7 +120,7 @@ def meta_steps(
 _told: WeakSet[nn.Module] = WeakSet()  # models of which it was said
 
 
-def _warn_once(model: nn.Module, warning: Warning) -> None:
+def _warn_once(model: nn.Module, warning: Warning | str) -> None:
     "Pass a warning on, the first time for a model: Python itself forgets what it has shown when filters change."
     if model not in _told:
         _told.add(model)

@@ -43,8 +43,8 @@ from fedl2p.core import (
     warn,
 )
 from .data import Client, Data
+from .evaluation import Score
 from .federated import MAX_WEIGHT, Update, refusal
-from .finetune import Score
 from .metanet import signature
 from .pretraining import Recipe, train_client
 from .rounds import describe_client

@@ -31,8 +31,9 @@ from fedl2p.core import (
     warn,
 )
 from .data import Client, Data, check
+from .evaluation import as_module
 from .explain import Explanation, described, explain_client, frozen_by_hand
-from .finetune import as_module, finetune
+from .finetune import finetune
 from .losses import LossFunction, with_loss
 from .metanet import POLICY, MetaNets
 from .policy import Policy, personal_profile, policy, untrained, with_state

@@ -16,7 +16,7 @@ from torch import nn
 from .config import Config
 from .core import State, device_of, generator, require, warn
 from .data import Client, check
-from .finetune import Score, score_client
+from .evaluation import Score, score_client
 from .policy import personal_profile, policy, with_state
 from .profile import Profile
 from .runner import Runner, Task

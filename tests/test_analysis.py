@@ -26,7 +26,7 @@ from fedl2p.analysis import (
     records,
     sparsity,
 )
-from fedl2p.finetune import Score
+from fedl2p.evaluation import Score
 from fedl2p.profile import Profile
 from fedl2p.scoring import Result
 from fedl2p.strategy import Strategy

@@ -13,19 +13,8 @@ from fedl2p.bn import bn_layers, mix_bn, set_beta
 from fedl2p.core import evaluating, generator
 from fedl2p.data import Data
 from fedl2p.digits import digits_federation, fit, small_cnn
-from fedl2p.finetune import (
-    Score,
-    Tuning,
-    as_module,
-    baselines,
-    batches,
-    client_buffers,
-    crop_flip,
-    evaluate,
-    finetune,
-    loss_on,
-    score_client,
-)
+from fedl2p.evaluation import Score, as_module, baselines, evaluate, score_client
+from fedl2p.finetune import Tuning, batches, client_buffers, crop_flip, finetune, loss_on
 from fedl2p.hypergrad import fomaml, ift, unrolled
 from fedl2p.strategy import Strategy, bn_c, bn_g, bn_i, head_only
 

@@ -12,7 +12,8 @@ from fedl2p.bn import mix_bn
 from fedl2p.core import generator
 from fedl2p.data import Data
 from fedl2p.digits import digits, small_cnn
-from fedl2p.finetune import Tuning, evaluate, finetune
+from fedl2p.evaluation import evaluate
+from fedl2p.finetune import Tuning, finetune
 from fedl2p.frozen import without_body
 from fedl2p.measure import count_flops
 from fedl2p.strategy import Strategy, bn_c, bn_g, bn_i, body_only, head_only

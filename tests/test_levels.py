@@ -13,7 +13,7 @@ LEVELS = [
     "losses bn data convolution hypergrad measure shapes",
     "loaders profile digits",
     "watch shipping strategy metanet selector",
-    "frozen finetune many",
+    "frozen finetune evaluation many",
     "runner checkpoint federated robust config policy scoring",
     "pretraining client",
     "trials cost explain worth rounds learner",

@@ -12,7 +12,8 @@ from fedl2p.bn import mix_bn
 from fedl2p.core import generator
 from fedl2p.data import Data
 from fedl2p.digits import digits_federation, small_cnn
-from fedl2p.finetune import STATISTICS, Tuning, evaluate, finetune
+from fedl2p.evaluation import evaluate
+from fedl2p.finetune import STATISTICS, Tuning, finetune
 from fedl2p.many import CHUNK, ENGINES, SMALL, fastest_engine, judge_race, pick_engine, run_race, start_race
 from fedl2p.measure import Time
 from fedl2p.strategy import Strategy, bn_c, bn_g, bn_i, bn_only, body_only, head_only

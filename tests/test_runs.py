@@ -17,7 +17,7 @@ from fedl2p.checkpoint import fingerprint
 from fedl2p.cli import main
 from fedl2p.core import markdown, write_json
 from fedl2p.digits import digits_federation, small_cnn
-from fedl2p.finetune import baselines
+from fedl2p.evaluation import baselines
 from fedl2p.metanet import signature
 from fedl2p.selector import candidates, strategy_of
 from fedl2p.strategy import GRID

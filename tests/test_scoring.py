@@ -11,7 +11,7 @@ from fedl2p.config import Config
 from fedl2p.core import generator
 from fedl2p.data import Data
 from fedl2p.digits import digits_federation, small_cnn
-from fedl2p.finetune import baselines, score_client
+from fedl2p.evaluation import baselines, score_client
 from fedl2p.metanet import MetaNets
 from fedl2p.profile import profile
 from fedl2p.runner import Failure, Outcome, Runner

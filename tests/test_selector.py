@@ -12,7 +12,8 @@ from torch import nn
 
 from fedl2p.bn import mix_bn
 from fedl2p.digits import digits_federation, small_cnn
-from fedl2p.finetune import evaluate, finetune
+from fedl2p.evaluation import evaluate
+from fedl2p.finetune import finetune
 from fedl2p.metanet import MetaNets, signature
 from fedl2p.profile import Profile, describe_labels, profile
 from fedl2p.selector import (

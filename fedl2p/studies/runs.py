@@ -42,8 +42,8 @@ from fedl2p.core import (
     warn,
 )
 from ..data import Client, Federation
+from ..evaluation import baselines
 from ..federated import Diverged
-from ..finetune import baselines
 from ..learner import FedL2P
 from ..policy import policy, profile_of, with_state
 from ..pretraining import Pretraining, Recipe, pretrain

@@ -90,11 +90,16 @@ def report(folder: Path) -> None:
     "A row for each condition of which there are tables."
     print("| condition | clients | equal choice | within one error | regret in loss | mean best loss | gradients, race / full |")
     print("|---|--:|--:|--:|--:|--:|--:|")
+    missed = []
     for condition in sorted(p for p in folder.iterdir() if p.is_dir()):
-        files = [json.loads(p.read_text()) for p in sorted(condition.glob("*.json"))]
+        files = {p.stem: json.loads(p.read_text()) for p in sorted(condition.glob("*.json"))}
         equal, close, regret, best = 0, 0, [], []
-        for file in files:
+        for name, file in files.items():
             raced, full = choices(file["table"])
+            if raced != full:
+                means = torch.tensor(file["table"]).mean(1)
+                ranks = ", ".join(str(int((rung < rung[full]).sum()) + 1) for rung in means)
+                missed.append(f"- {condition.name}, {name}: {candidates()[full]} (rank at each rung {ranks}), chosen {candidates()[raced]}")
             more = [split[raced] - split[full] for split in file["table"][-1]]
             error = statistics.stdev(more) / math.sqrt(len(more))  # of the difference, from split to split
             equal, close = equal + (raced == full), close + (statistics.mean(more) <= error)
@@ -102,7 +107,9 @@ def report(folder: Path) -> None:
             best.append(statistics.mean(split[full] for split in file["table"][-1]))
         n = len(files)
         print(f"| {condition.name} | {n} | {100 * equal / n:.0f}% | {100 * close / n:.0f}% | {statistics.mean(regret):.4f} "
-              f"| {statistics.mean(best):.3f} | {files[0]['ratio']:.2f} |", flush=True)
+              f"| {statistics.mean(best):.3f} | {next(iter(files.values()))['ratio']:.2f} |")
+    print("\nWhat the race missed, of all candidates:\n")
+    print("\n".join(missed))
 
 
 def main() -> None:
