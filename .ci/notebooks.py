@@ -37,12 +37,12 @@ def notebooks() -> list[Path]:
 
 
 def first_cell(path: Path) -> str:
-    """The hidden first cell: on Colab it installs the package, and leaves Colab's torch alone; experiments also need their result files."""
+    """The hidden first cell: on Colab it installs the package, and leaves Colab's torch alone; some also need result files."""
     flower = " " + SETTINGS["flower_requirements"] if path.stem in ("flower", "simulation") else ""
     packages = " ".join(f'"{p}"' for p in (SETTINGS["colab_requirements"] + flower).split())
     results = f"""
     !git clone -q --depth 1 --branch {BRANCH} https://github.com/{OWNER} /content/{SETTINGS["repo"]}
-    %cd /content/{SETTINGS["repo"]}/nbs/experiments""" if path.parent.name == "experiments" else ""
+    %cd /content/{SETTINGS["repo"]}/{path.parent.relative_to(ROOT).as_posix()}""" if path.parent.name == "experiments" or lesson(path) == "trials" else ""
     return f"""#| hide
 import sys
 

@@ -24,7 +24,7 @@ def test_a_deployment_that_pretrains_equals_the_loop_in_process(tmp_path):
 
 def equal_to_the_loop(there, here):
     """What a server left behind, and what `Deployed.settings` leave behind in one process."""
-    from fedl2p.client import Config
+    from fedl2p.config import Config
     from fedl2p.digits import digits_federation, small_cnn
     from fedl2p.learner import FedL2P
     from fedl2p.pretraining import Recipe, pretrain
