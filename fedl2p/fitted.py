@@ -14,7 +14,7 @@ from typing import NamedTuple, NotRequired, TypedDict
 from .checkpoint import CHECKPOINT
 from .core import Json, State, Table, header_entry, load_tensors, require
 from .selector import Candidate, candidates, choice_of
-from .trials import KEPT
+from .trials import read_kept
 from .worth import gained
 
 # %% ../nbs/library/fitted.ipynb #48e7ecac
@@ -74,9 +74,8 @@ def read_fit(
               for k in ("answer.", "best.")]
     kept: dict[str, State] = {}
     for path in trials:
-        own, about = load_tensors(path, KEPT)
-        require({"inputs", "losses"} <= own.keys() and "client" in about, str(path), "a client's trials", [*own])
-        kept[about["client"]] = own
+        own, client = read_kept(path)
+        kept[client] = own
     return Fitted(settings, info["rounds"], info.get("chosen", {}), states[0] or states[1], kept)
 
 # %% ../nbs/library/fitted.ipynb #3c87a4e9

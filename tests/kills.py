@@ -79,7 +79,7 @@ def killed(args, seconds):
 class Deployed:
     """A server and two nodes, of which the server and one node are killed; then everything is started again."""
 
-    settings = "nodes=2 pretraining-rounds=2 rounds=2 epochs=1 timeout=300.0"
+    settings = "nodes=2 pretraining-rounds=2 rounds=2 epochs=1 timeout=900.0"  # an answer on a busy machine
 
     def run(self, out, seconds=None):
         from test_flower_deployment import Deployment, ours, tool
@@ -123,6 +123,12 @@ def hashes(out):
     return found
 
 
+def left_out(out):
+    """Clients that failed in a round, and why: on a busy machine a node may be late, and that is no fault of a restart."""
+    lines = [json.loads(line) for path in out.rglob("rounds.jsonl") for line in path.read_text().splitlines()]
+    return {f"round {line['round']}": line["failed"] for line in lines if line["failed"]}
+
+
 def trial(kind, kills, seed=0):
     """Kills, and endings that are equal to an unbroken one."""
     rng, tried, equal, problems = random.Random(f"{kind} {seed}"), 0, 0, []
@@ -149,7 +155,7 @@ def trial(kind, kills, seed=0):
                 equal += after == expected and not parts
                 if after != expected or parts:
                     odd = sorted(k for k in {**after, **expected} if after.get(k) != expected.get(k))
-                    problems.append(f"{kind}, killed after {moment:.1f} s: {odd[:5]} {parts[:3]}")
+                    problems.append(f"{kind}, killed after {moment:.1f} s: {odd[:5]} {parts[:3]} {left_out(out)}")
                 print(f"{kind}: {equal} of {tried} equal", *problems[-1:], file=sys.stderr, flush=True)
             shutil.rmtree(out, ignore_errors=True)
     return {"kind": kind, "kills": tried, "equal": equal, "problems": problems}
