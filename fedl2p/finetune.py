@@ -229,8 +229,8 @@ def finetune(
     weights = {name: w.detach() for name, w in model.named_parameters() if w.requires_grad}
     frozen = {name: w.detach() for name, w in model.named_parameters() if not w.requires_grad}
     buffers = {**frozen, **client_buffers(model, tuning.statistics)}
-    same_looks = tuning.augment == "none" and not full  # features of a body that does not move are computed once
-    body = without_body(model, [strategy], data) if same_looks else None
+    again = tuning.epochs > 1 and tuning.augment == "none" and not full  # the same images come again
+    body = without_body(model, [strategy], data) if again else None  # features of a body that does not move
     steps = step_losses(*(body or (model, data)), buffers, tuning, generator)
     seed = int(torch.randint(2**62, (), generator=generator))
     steps = [same_masks(loss, seed + t, data.x.device) for t, loss in enumerate(steps)]

@@ -32,6 +32,7 @@ from .runner import Runner, Task, attempt
 from .scoring import score_all, score_strategies
 from .selector import candidates, strategy_of
 from .strategy import Strategy, bn_c, bn_g, bn_i, head_only
+from .trials import ENOUGH
 
 # %% ../nbs/library/worth.ipynb #2f657d72
 def _step_seconds(model: nn.Module, config: Config, client: Client) -> float:
@@ -120,11 +121,13 @@ def gained(
         loss = f"{found['common_loss'] - found['gain'] * found['looks']:.3f}"
     else:  # losses stay on the clients' machines
         rows, loss = [[f"best single strategy for all: {common}", "", ""]], ""
-    rows.append(["policy", loss, f"{found['gain']:.3f} ± {found['error']:.3f}" if found["looks"] else "0"])
-    measured = f"it lowers the loss by {found['gain']:.3f} ± {found['error']:.3f}"
-    crosswise = " on clients that it had not learned from" if found["error"] else ", for want of clients to try it on"
-    said = (f"The policy looks at each client: {measured}{crosswise}." if found["looks"] else
-            f"Nothing was gained by looking at clients ({measured}{crosswise}): all get the common strategy, {common}.")
+    lower = f"{found['gain']:.3f} ± {found['error']:.3f}"
+    rows.append(["policy", loss, lower if found["looks"] else "0"])
+    measured = f"it lowers the loss by {lower} on clients that it had not learned from"
+    tried = (f"Nothing was gained by looking at clients ({measured})" if found["error"] else
+             f"Looking at clients was not tried, since it takes {ENOUGH} of them, and something to look at")
+    said = (f"The policy looks at each client: {measured}." if found["looks"] else
+            f"{tried}: all get the common strategy, {common}.")
     return Table(head, rows, 1, [f"Means over {found['clients']} seen clients, on samples that were held back; "
                                  "± is the standard error over clients.", said, *_refined(history)])
 

@@ -91,7 +91,7 @@ def test_a_death_is_seen_at_once_and_costs_one_process(kind, tmp_path, monkeypat
     told = tmp_path / "told"
     outcomes = list(Runner(2).run_all([Task(fault, None, (kind, told), None, None, n) for n in range(4)]))
     assert outcomes == [Outcome(0), Outcome("again"), Outcome(2), Outcome(3)]
-    assert len(born) == 1 and 0 < born[0] - float(told.read_text()) < 1
+    assert len(born) == 1 and 0 < born[0] - float(told.read_text()) < 10  # it was 13 s and more; a machine with 25 jobs a core needed 4
 
 
 def dies_soon(*_):

@@ -92,6 +92,14 @@ QUICK = Config(epochs=3, batch_size=16, splits=1, choosing_rounds=10)
 BRIEF = replace(QUICK, epochs=1)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def six_are_enough():
+    """So that tests of looking at clients need not wait for the trials of twelve."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trials, "ENOUGH", 6)
+        yield
+
+
 @pytest.fixture(scope="module")
 def few(seen):
     return [*seen[:3], *seen[6:9]]
@@ -346,6 +354,16 @@ def test_with_few_clients_there_is_one_strategy_for_all(model, tried, few, n):
     learner = FedL2P(model, QUICK).fit(tried[:n], runner=Runner(0))
     assert learner.trials["looks"] is False and not lam(learner)["last"].any()
     assert len({tuple(learner.strategy(c).eta.tolist()) for c in few}) == 1
+
+
+def test_twelve_clients_are_enough(model, tried, monkeypatch):
+    """On Office-Caltech-10 eight clients let noise pass the check (tests/bench/office.py)."""
+    monkeypatch.setattr(trials, "ENOUGH", 12)
+    twelve = [replace(c, id=f"{c.id} {k}") for c in tried for k in range(2)]
+    _, found = learn_to_choose(model, QUICK, start(model, tried), twelve)
+    assert found["error"] > 0
+    _, found = learn_to_choose(model, QUICK, start(model, tried), twelve[:11])
+    assert found == {"looks": False, "gain": 0.0, "error": 0.0}
 
 
 def test_tiny_clients_take_part_or_say_why_not(model, tried, few):
