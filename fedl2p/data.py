@@ -59,7 +59,7 @@ class Client:
     val: Data # samples to choose hyperparameters by
     test: Data # samples to judge by, in the end
     domain: str = "" # the kind of its data, for plots and analysis
-    kept: dict[str, Tensor] = field(default_factory=dict) # what it noted for itself in earlier rounds
+    kept: dict[str, Tensor] = field(default_factory=dict) # what it noted for itself in earlier rounds; 12_trials uses it
 
     def __post_init__(self):
         require(isinstance(self.id, str), "id", "a str", self.id)
@@ -166,7 +166,7 @@ def label_tastes(
 def lda_partition(
     labels: Tensor, # label of every sample [N]
     n_clients: int, # number of clients C
-    alpha: float, # concentration: 1000 is nearly IID, 0.1 leaves most clients few classes
+    alpha: float, # concentration: 1000 is nearly IID (the same mix for all), 0.1 leaves most clients few classes
     seed: int = 0, # seed of the draws; with the same number of clients it gives the same tastes for other samples too
 ) -> list[Tensor]: # for each client the numbers of its samples, in increasing order
     "Deal samples to clients by Dirichlet tastes: equal sizes (to one sample), every sample exactly once."
@@ -211,6 +211,7 @@ def plot_labels(
     image = ax.imshow((counts / counts.sum(1, keepdim=True).clamp(min=1)).T,
                       cmap="Blues", vmin=0, vmax=1, aspect="auto")
     ax.set(xlabel="client", ylabel="label", yticks=range(counts.shape[1]))
+    ax.locator_params(axis="x", integer=True)  # no client 2.5
     ax.figure.colorbar(image, ax=ax, label="share of its samples")
     edges = [i for i in range(1, len(clients)) if clients[i].domain != clients[i - 1].domain]
     for start, stop in zip([0, *edges], [*edges, len(clients)], strict=True):
@@ -246,5 +247,5 @@ def plot_domains(
             ax.set(xticks=[], yticks=[], frame_on=False)
             if i < len(client.train):
                 image = client.train.x[i].cpu().movedim(0, -1)
-                ax.imshow(image.clamp(0, 1), cmap="gray", vmin=0, vmax=1)
+                ax.imshow(image.clamp(0, 1), cmap="gray_r", vmin=0, vmax=1)  # one channel: 1 is ink
     return fig

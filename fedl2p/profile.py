@@ -140,7 +140,7 @@ def input_moments(
 # %% ../nbs/03_profile.ipynb #9bf5b18b
 @dataclass(frozen=True, eq=False)
 class Profile:
-    "What the meta-nets get to know of a client: nothing but these B + 2M numbers, and what it says of its labels."
+    "A client's data in B + 2M numbers, which the meta-nets read, and two about labels, which a selector may read."
 
     xi: Tensor # [B] distance from the pretrained statistics at each batch norm
     feature_stats: Tensor # [2M] mean and standard deviation of each learnable layer's input: E, SD, E, SD, ...

@@ -3,8 +3,9 @@
     python tests/bench/race.py FOLDER [DATASET ALPHA SEED CLIENTS] [--data DATA]     e.g. FOLDER digits 0.5 0 30, or FOLDER cifar10 0.5 0 10
 
 Every candidate of every client is fine-tuned to the end and judged at each rung of the race, in each split: some seconds a client
-on digits, half a minute on CIFAR-10. These tables are kept in FOLDER, one file a client; without further arguments, only those that
-are there are read: `python tests/bench/race.py tests/bench/race` shows ours. On each table the race is run again by its rule: candidates that it would have stopped are not looked at later.
+on digits, half a minute on CIFAR-10. These tables are kept in FOLDER, one file a condition; without further arguments, only those that
+are there are read: `python tests/bench/race.py tests/bench/race` shows ours. On each table the race is run again by its rule:
+candidates that it would have stopped are not looked at later.
 For the first client that is new, the race of `trial_losses` itself must agree.
 """
 
@@ -62,8 +63,8 @@ def cost(config) -> float:
     return steps / (len(candidates()) * config.epochs)
 
 
-def measured(folder: Path, dataset: str, alpha: float, seed: int, n: int, data: Path) -> Iterator[Path]:
-    "Files with the tables of some clients, made now if they are not there."
+def measured(folder: Path, dataset: str, alpha: float, seed: int, n: int, data: Path) -> Iterator[str]:
+    "Ids of some clients, whose tables are made now if they are not there."
     how = setting(dataset, "small", data)
     own = seed if how.new_clients else 0  # as in the studies
     config, everybody = replace(how.config.ours(), seed=seed), how.clients(alpha, own)
@@ -72,18 +73,19 @@ def measured(folder: Path, dataset: str, alpha: float, seed: int, n: int, data: 
     if known.exists() and not here.exists():
         here.write_bytes(known.read_bytes())
     model = mix_bn(pretrain(how.model(own), everybody.pretraining, replace(how.recipe, seed=own), Runner(0), here), verbose=False)
+    path = folder / f"{dataset}-alpha{alpha:g}-e{config.epochs}-seed{seed}.json"
+    kept = json.loads(path.read_text()) if path.exists() else {"ratio": cost(config), "tables": {}}
     for number, client in enumerate(drawn([*everybody.seen, *everybody.unseen], n, seed)):
-        path = folder / f"{dataset} alpha {alpha:g} e {config.epochs}" / f"seed {seed} {client.id}.json"
-        if not path.exists():
+        if client.id not in kept["tables"]:
             samples = client.samples("train+val")
             table = full_table(model, config, samples, client.id)
             if number == 0:
                 raced = int(trial_losses(model, config, samples, client.id).argmin())
                 if raced != choices(table)[0]:
                     raise AssertionError(f"{client.id}: trial_losses chooses {raced}, the table says {choices(table)[0]}")
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(json.dumps({"ratio": cost(config), "table": table}))
-        yield path
+            kept["tables"][client.id] = table
+            path.write_text(json.dumps(kept))
+        yield client.id
 
 
 def report(folder: Path) -> None:
@@ -91,23 +93,23 @@ def report(folder: Path) -> None:
     print("| condition | clients | equal choice | within one error | regret in loss | mean best loss | gradients, race / full |")
     print("|---|--:|--:|--:|--:|--:|--:|")
     missed = []
-    for condition in sorted(p for p in folder.iterdir() if p.is_dir()):
-        files = {p.stem: json.loads(p.read_text()) for p in sorted(condition.glob("*.json"))}
+    for condition in sorted(folder.glob("*.json")):
+        kept = json.loads(condition.read_text())
         equal, close, regret, best = 0, 0, [], []
-        for name, file in files.items():
-            raced, full = choices(file["table"])
+        for name, table in sorted(kept["tables"].items()):
+            raced, full = choices(table)
             if raced != full:
-                means = torch.tensor(file["table"]).mean(1)
+                means = torch.tensor(table).mean(1)
                 ranks = ", ".join(str(int((rung < rung[full]).sum()) + 1) for rung in means)
-                missed.append(f"- {condition.name}, {name}: {candidates()[full]} (rank at each rung {ranks}), chosen {candidates()[raced]}")
-            more = [split[raced] - split[full] for split in file["table"][-1]]
+                missed.append(f"- {condition.stem}, {name}: {candidates()[full]} (rank at each rung {ranks}), chosen {candidates()[raced]}")
+            more = [split[raced] - split[full] for split in table[-1]]
             error = statistics.stdev(more) / math.sqrt(len(more))  # of the difference, from split to split
             equal, close = equal + (raced == full), close + (statistics.mean(more) <= error)
             regret.append(statistics.mean(more))
-            best.append(statistics.mean(split[full] for split in file["table"][-1]))
-        n = len(files)
-        print(f"| {condition.name} | {n} | {100 * equal / n:.0f}% | {100 * close / n:.0f}% | {statistics.mean(regret):.4f} "
-              f"| {statistics.mean(best):.3f} | {next(iter(files.values()))['ratio']:.2f} |")
+            best.append(statistics.mean(split[full] for split in table[-1]))
+        n = len(kept["tables"])
+        print(f"| {condition.stem} | {n} | {100 * equal / n:.0f}% | {100 * close / n:.0f}% | {statistics.mean(regret):.4f} "
+              f"| {statistics.mean(best):.3f} | {kept['ratio']:.2f} |")
     print("\nWhat the race missed, of all candidates:\n")
     print("\n".join(missed))
 
@@ -122,8 +124,8 @@ def main() -> None:
     given.folder.mkdir(parents=True, exist_ok=True)
     if given.condition:
         dataset, alpha, seed, n = given.condition
-        for path in measured(given.folder, dataset, float(alpha), int(seed), int(n), given.data):
-            print(path.stem, file=sys.stderr, flush=True)
+        for id in measured(given.folder, dataset, float(alpha), int(seed), int(n), given.data):
+            print(id, file=sys.stderr, flush=True)
     report(given.folder)
 
 
