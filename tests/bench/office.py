@@ -6,6 +6,10 @@
 A head for ImageNet's ResNet-18 is trained on images of one domain. Each of the four domains then has three clients with 52 other images
 of 64 pixels, half of them for the test; two clients learn together, the third comes later. Results are kept in office.json beside this
 file, and trials in the folder office-SEED: a run that was stopped goes on.
+
+Eight clients are too few to look at (`fedl2p.trials.ENOUGH`), so policy and common strategy are the same. Before that rule the policy
+of seed 0 looked, since it gained 0.156 ± 0.108 in loss on clients that it had not learned from, and had 60.6% / 65.4% (seen / unseen)
+where its own common strategy had 68.8% / 72.1%. Plain methods choose their rates by the validation samples of all twelve clients.
 """
 
 import json
