@@ -125,7 +125,7 @@ def gained(
     rows.append(["policy", loss, lower if found["looks"] else "0"])
     measured = f"it lowers the loss by {lower} on clients that it had not learned from"
     tried = (f"Nothing was gained by looking at clients ({measured})" if found["error"] else
-             f"Looking at clients was not tried, since it takes {ENOUGH} of them, and something to look at")
+             f"No gain by looking at clients was measured, which takes {ENOUGH} of them, and something to look at")
     said = (f"The policy looks at each client: {measured}." if found["looks"] else
             f"{tried}: all get the common strategy, {common}.")
     return Table(head, rows, 1, [f"Means over {found['clients']} seen clients, on samples that were held back; "

@@ -350,8 +350,9 @@ def told(learner):
     return {k: v for k, v in learner.trials.items() if not k.endswith("_loss") and not k.startswith("common_")}
 
 
-def test_losses_of_trials_stay_on_their_nodes(tmp_path):
+def test_losses_of_trials_stay_on_their_nodes(tmp_path, monkeypatch):
     """What travels is lambda, a number of samples, and of each round how far a client is and what looking gains it."""
+    monkeypatch.setattr("fedl2p.trials.ENOUGH", 10)
     many = digits_federation(10, 0, size=30).seen
     grid = Recording(client_app(lambda context: (many[context.node_config["partition-id"]], small_cnn(width=4)), tmp_path), len(many))
     grid.replies = []
