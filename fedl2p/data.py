@@ -59,7 +59,7 @@ class Client:
     val: Data # samples to choose hyperparameters by
     test: Data # samples to judge by, in the end
     domain: str = "" # the kind of its data, for plots and analysis
-    kept: dict[str, Tensor] = field(default_factory=dict) # what it noted for itself in earlier rounds; 12_trials uses it
+    kept: dict[str, Tensor] = field(default_factory=dict) # what it noted for itself; 12_trials uses it
 
     def __post_init__(self):
         require(isinstance(self.id, str), "id", "a str", self.id)

@@ -41,7 +41,7 @@ class Strategy:
                 f"frozen tensors {(self.eta == 0).sum()}{far})")
 
 # %% ../nbs/04_strategy.ipynb #3d91d6ee
-GRID = (1.0, 0.3, 0.1, 0.03, 0.01, 3e-3, 1e-3, 1e-4)  # learning rates to choose from: the paper's down to 1e-4, and some between
+GRID = (1.0, 0.3, 0.1, 0.03, 0.01, 3e-3, 1e-3, 1e-4)  # learning rates to choose from: the paper's, and some between
 
 
 def eta_by_name(
