@@ -15,6 +15,7 @@ myst_enable_extensions = ["dollarmath", "amsmath"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"  # outputs are stored in the notebooks
 nb_merge_streams = True
+nb_render_markdown_format = "myst"  # outputs are tables, which the default does not know
 suppress_warnings = ["mystnb.unknown_mime_type"]
 
 html_theme = "sphinx_book_theme"

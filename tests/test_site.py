@@ -49,6 +49,13 @@ def test_links_that_lead_nowhere_are_found(tmp_path):
 
 
 @pytest.mark.skipif(not HTML.exists(), reason="the site is not built: .ci/run docs")
+def test_tables_that_cells_show_are_tables():
+    pages = [path for path in HTML.rglob("*.html") if "_static" not in path.parts]
+    assert not [path.name for path in pages if "<p>|" in path.read_text()]
+    assert (HTML / "experiments" / "found.html").read_text().count("<table") >= 9  # one below each number
+
+
+@pytest.mark.skipif(not HTML.exists(), reason="the site is not built: .ci/run docs")
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium or Chrome here; on Debian: apt-get install chromium")
 @pytest.mark.parametrize("width", [390, 1200])
 @pytest.mark.parametrize("name", ["index", "07_hypergrad", "05_finetune", "api/fedl2p.finetune", "experiments/policy"])
