@@ -15,7 +15,7 @@ from fedl2p.bn import bn_layers, mix_bn
 from fedl2p.client import Step, l2p_client, l2p_passes, learn_client, meta_steps, move, tune
 from fedl2p.config import Config, Estimator
 from fedl2p.core import generator
-from fedl2p.digits import digits_federation, small_cnn
+from fedl2p.digits import small_cnn
 from fedl2p.finetune import batches
 from fedl2p.hypergrad import NeumannDiverges
 from fedl2p.metanet import MetaNets
@@ -26,16 +26,6 @@ from fedl2p.strategy import bn_c
 
 pytestmark = pytest.mark.filterwarnings("ignore:the lowest validation loss was that of the meta-nets at their start")
 QUICK = Config.paper(lr=0.05, epochs=1, rounds=3, fraction=0.5, meta_steps=1)
-
-
-@pytest.fixture(scope="module")
-def federation():
-    return digits_federation(5, 5, size=30)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return mix_bn(small_cnn(width=4), verbose=False)
 
 
 @pytest.mark.parametrize("estimator", get_args(Estimator))

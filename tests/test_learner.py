@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from fedl2p.bn import mix_bn
 from fedl2p.checkpoint import fingerprint
 from fedl2p.client import l2p_client, learn_client, validate_client
 from fedl2p.config import Config
@@ -27,16 +26,6 @@ from fedl2p.scoring import score_policy
 
 pytestmark = pytest.mark.filterwarnings("ignore:the lowest validation loss was that of the meta-nets at their start")
 QUICK = Config.paper(lr=0.05, epochs=1, rounds=3, fraction=0.5, meta_steps=1)
-
-
-@pytest.fixture(scope="module")
-def federation():
-    return digits_federation(5, 5, size=30)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return mix_bn(small_cnn(width=4), verbose=False)
 
 
 def same(a: FedL2P, b: FedL2P) -> bool:

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fedl2p.bn import mix_bn
 from fedl2p.client import validate_client
 from fedl2p.config import Config
 from fedl2p.digits import digits_federation, small_cnn
@@ -16,16 +15,6 @@ from fedl2p.rounds import Course, _loss, _record
 from fedl2p.runner import Failure, Outcome, Runner, attempt
 
 QUICK = Config.paper(lr=0.05, epochs=1, rounds=3, fraction=0.5, meta_steps=1)
-
-
-@pytest.fixture(scope="module")
-def federation():
-    return digits_federation(5, 5, size=30)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return mix_bn(small_cnn(width=4), verbose=False)
 
 
 def same(a: FedL2P, b: FedL2P) -> bool:

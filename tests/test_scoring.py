@@ -6,11 +6,9 @@ from functools import partial
 import pytest
 import torch
 
-from fedl2p.bn import mix_bn
 from fedl2p.config import Config
 from fedl2p.core import generator
 from fedl2p.data import Data
-from fedl2p.digits import digits_federation, small_cnn
 from fedl2p.evaluation import baselines, score_client
 from fedl2p.metanet import MetaNets
 from fedl2p.profile import profile
@@ -18,16 +16,6 @@ from fedl2p.runner import Failure, Outcome, Runner
 from fedl2p.scoring import score_all, score_policy, score_strategies
 
 QUICK = Config.paper(lr=0.05, epochs=1, rounds=3, fraction=0.5, meta_steps=1)
-
-
-@pytest.fixture(scope="module")
-def federation():
-    return digits_federation(5, 5, size=30)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return mix_bn(small_cnn(width=4), verbose=False)
 
 
 def test_baselines_are_scored_like_policies(model, federation):
