@@ -12,8 +12,6 @@ import sys
 from pathlib import Path
 from urllib.parse import unquote
 
-from fedl2p.core import comment_behind
-
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 NBS, LIB = ROOT / "nbs", ROOT / "fedl2p"
@@ -48,13 +46,18 @@ def page(path: Path) -> str:
 # --- modules as pages ----------------------------------------------------------------------------------------
 
 
+def comment(lines: list[str], number: int, column: int = 0) -> str:
+    """The comment at the end of a line of code."""
+    found = re.search(r"(?:^|\s)#\s?(.*)$", lines[number - 1][column:])
+    return re.sub(r"^noqa\b[^;]*;?\s*|\|", "", found[1]).strip() if found else ""
+
+
 def row(lines: list[str], name: str, node: ast.AST, hint: ast.expr | None, default: ast.expr | None) -> str:
     """A parameter or field: name, type, default, and what its comment says."""
     last = default or hint or node
     kind = f"`{ast.unparse(hint)}`".replace("|", "\\|") if hint else ""
     value = f"`{ast.unparse(default)}`".replace("|", "\\|") if default else ""
-    said = comment_behind(lines, last).replace("|", "")
-    return f"| `{name}` | {kind} | {value} | {said} |"
+    return f"| `{name}` | {kind} | {value} | {comment(lines, last.end_lineno, last.end_col_offset)} |"
 
 
 def table(rows: list[str]) -> str:
@@ -70,7 +73,7 @@ def function(lines: list[str], node: ast.FunctionDef, title: str) -> str:
     rows = [row(lines, a.arg, a, a.annotation, defaults.get(a.arg)) for a in args]
     returns = ""
     if node.returns and ast.unparse(node.returns) != "None":
-        said = comment_behind(lines, node.returns).replace("|", "")
+        said = comment(lines, node.returns.end_lineno, node.returns.end_col_offset)
         returns = f"Returns `{ast.unparse(node.returns)}`" + (f": {said}" if said else "") + "\n"
     return "\n".join([title, ast.get_docstring(node) or "", "", table(rows), returns])
 

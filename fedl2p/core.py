@@ -6,7 +6,7 @@
 __all__ = ['State', 'Json', 'brief', 'require', 'require_choice', 'warn', 'log', 'check_type', 'check_fields', 'generator',
            'device_of', 'require_full_precision', 'evaluating', 'seeded', 'write_file', 'save_tensors', 'load_tensors',
            'header_entry', 'load_into', 'write_json', 'load_or_make', 'read_json', 'claimed', 'cores', 'pick_device',
-           'versions', 'Table', 'markdown', 'comment_behind', 'comments_in_help']
+           'versions', 'Table', 'markdown', 'comments_in_help']
 
 # %% ../nbs/library/core.ipynb #36ff153a
 import ast
@@ -436,10 +436,7 @@ def markdown(
     return "\n\n".join(["\n".join([first, rule, *rows]), *table.notes]) + "\n"
 
 # %% ../nbs/library/core.ipynb #c713b765
-def comment_behind(
-    lines: Sequence[str], # of the source
-    node: ast.stmt | ast.expr | ast.arg,
-) -> str:
+def _comment(lines: Sequence[str], node: ast.stmt | ast.expr | ast.arg) -> str:
     "The comment behind a piece of code, on its last line; empty if there is none."
     rest = lines[(node.end_lineno or 1) - 1].encode()[node.end_col_offset or 0 :].decode()
     found = re.search(r"(?:^|\s)#\s?(.*)$", rest)
@@ -449,12 +446,12 @@ def comment_behind(
 def _entries(lines: Sequence[str], node: ast.FunctionDef | ast.ClassDef) -> list[str]:
     "Parameters of a function, or fields of a class, that have a comment."
     if isinstance(node, ast.ClassDef):
-        said = {ast.unparse(s.target): comment_behind(lines, s) for s in node.body if isinstance(s, ast.AnnAssign)}
+        said = {ast.unparse(s.target): _comment(lines, s) for s in node.body if isinstance(s, ast.AnnAssign)}
     else:
         more = [a for a in (node.args.vararg, node.args.kwarg) if a]
-        said = {a.arg: comment_behind(lines, a) for a in (*node.args.args, *node.args.kwonlyargs, *more)}
+        said = {a.arg: _comment(lines, a) for a in (*node.args.args, *node.args.kwonlyargs, *more)}
     rows = [f"    {name}: {text}" for name, text in said.items() if text]
-    returns = comment_behind(lines, node.returns) if isinstance(node, ast.FunctionDef) and node.returns else ""
+    returns = _comment(lines, node.returns) if isinstance(node, ast.FunctionDef) and node.returns else ""
     head = "Attributes:" if isinstance(node, ast.ClassDef) else "Args:"
     return [*([head, *rows] if rows else []), *([f"Returns:\n    {returns}"] if returns else [])]
 
