@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['CIFAR10_URL', 'CIFAR10_MD5', 'CIFAR10_BATCHES', 'CIFAR_MEAN', 'CIFAR_STD', 'CIFAR10C_URL', 'CIFAR10C_MD5',
            'OFFICE_CLASSES', 'OFFICE_DOMAINS', 'DOMAINNET_CLASSES', 'DOMAINNET_DOMAINS', 'IMAGENET_MEAN',
-           'IMAGENET_STD', 'SPEECH_CLASSES', 'RATE', 'MIN_CLIPS', 'cifar10', 'cifar10c', 'office', 'domainnet',
-           'speech']
+           'IMAGENET_STD', 'SPEECH_CLASSES', 'RATE', 'MIN_CLIPS', 'cifar10', 'cifar10_mixed', 'cifar10c', 'office',
+           'domainnet', 'speech']
 
 # %% ../../nbs/studies/datasets.ipynb #173c14f9
 from collections.abc import Mapping, Sequence
@@ -78,13 +78,17 @@ def _data(
     return Data(normalize(x[hand].float() / 255, mean, std), y[hand])
 
 
+def _rank(y: np.ndarray) -> np.ndarray:
+    "Of each sample, whether it is the first (1), second (2), ... of its class."
+    one_hot = np.eye(10)[y]
+    return (one_hot * one_hot.cumsum(0)).sum(1)
+
+
 def _balanced(x: np.ndarray, y: np.ndarray, n: int, rng: torch.Generator, what: str) -> tuple[Tensor, Tensor]:
     "n images and their labels, by chance but with classes as equal as can be; in the order that they had."
     require(10 <= n <= len(y), f"number of {what}", f"from 10, one for each class, to {len(y)}, all there are", n)
     order = torch.randperm(len(y), generator=rng).numpy()
-    one_hot = np.eye(10)[y[order]]
-    rank = (one_hot * one_hot.cumsum(0)).sum(1)  # the first, second, ... of its class
-    chosen = np.sort(order[np.argsort(rank, kind="stable")[:n]])
+    chosen = np.sort(order[np.argsort(_rank(y[order]), kind="stable")[:n]])
     return torch.from_numpy(x[chosen]), torch.from_numpy(y[chosen].astype(np.int64))
 
 # %% ../../nbs/studies/datasets.ipynb #cf565ca0
@@ -109,6 +113,25 @@ def _follow(y: np.ndarray, counts: np.ndarray, rng: torch.Generator) -> list[np.
     return [np.sort(np.concatenate(hand)) for hand in zip(*piles, strict=True)]
 
 # %% ../../nbs/studies/datasets.ipynb #47757b22
+def _images(root: Path, n_clients: int, size: int, test_size: int, seed: int, download: bool) -> list[Data]:
+    "Images to train on and to test by, with equal classes, for so many clients; not standardised yet."
+    arrays = _cifar10_arrays(root, download)
+    return [Data(*_balanced(arrays[f"x_{part}"], arrays[f"y_{part}"], n_clients * each, generator(seed, "cifar10", part),
+                            f"{part} images (n_clients * {each})")) for part, each in (("train", size), ("test", test_size))]
+
+
+def _clients(train: Data, test: Data, ids: Sequence[str], alpha: float, seed: int, domain: str = "") -> list[Client]:
+    "Images dealt by Dir(alpha); a client's test labels follow its training labels."
+    hands = lda_partition(train.y, len(ids), alpha, seed)
+    counts = np.stack([np.bincount(train.y[hand], minlength=10) for hand in hands])
+    test_hands = _follow(test.y.numpy(), counts, generator(seed, "cifar10", "deal the test images"))
+    return [
+        Client(id, *split(_data(train.x, train.y, hand), 0.2, generator(seed, "validation split", id)),
+               _data(test.x, test.y, test_hand), domain)
+        for id, hand, test_hand in zip(ids, hands, test_hands, strict=True)
+    ]
+
+
 def cifar10(
     root: str | Path, # folder with cifar10.npz or cifar-10-batches-bin/, or where to download it to
     n_clients: int = 1000, # C, number of clients
@@ -119,23 +142,34 @@ def cifar10(
     download: bool = True, # whether to download what is missing
 ) -> list[Client]: # cifar10-0, cifar10-1, ...
     "CIFAR-10 dealt to clients by Dir(alpha); a client's test labels follow its training labels."
-    arrays = _cifar10_arrays(Path(root), download)
-    (x, y), (x_test, y_test) = [
-        _balanced(arrays[f"x_{part}"], arrays[f"y_{part}"], n_clients * each, generator(seed, "cifar10", part),
-                  f"{part} images (n_clients * {each})")
-        for part, each in (("train", size), ("test", test_size))
-    ]
-    hands = lda_partition(y, n_clients, alpha, seed)
-    counts = np.stack([np.bincount(y[hand], minlength=10) for hand in hands])
-    test_hands = _follow(y_test.numpy(), counts, generator(seed, "cifar10", "deal the test images"))
-    return [
-        Client(
-            f"cifar10-{i}",
-            *split(_data(x, y, hand), 0.2, generator(seed, "validation split", f"cifar10-{i}")),
-            _data(x_test, y_test, test_hand)
-        )
-        for i, (hand, test_hand) in enumerate(zip(hands, test_hands, strict=True))
-    ]
+    train, test = _images(Path(root), n_clients, size, test_size, seed, download)
+    return _clients(train, test, [f"cifar10-{i}" for i in range(n_clients)], alpha, seed)
+
+
+# %% ../../nbs/studies/datasets.ipynb #mixed002
+def cifar10_mixed(
+    root: str | Path, # as for `cifar10`
+    n_clients: int = 200, # in all
+    n_unseen: int = 40, # so many of them do not take part in learning
+    alphas: Sequence[float] = (0.1, 1000.0), # a kind of clients for each, equally many
+    seed: int = 0, # seed of all draws
+    size: int = 50, # training images a client, 20% of them for validation
+    test_size: int = 10, # test images a client, from CIFAR-10's test set
+    download: bool = True, # whether to download what is missing
+) -> tuple[list[Client], list[Client]]: # seen and unseen: cifar10-0.1-0, ..., cifar10-1000-0, ...
+    "CIFAR-10 dealt to clients of whom some have few labels and others have all."
+    kinds = len(alphas)
+    require(kinds > 0 and n_clients % kinds == n_unseen % kinds == 0 <= n_unseen < n_clients, "n_clients and n_unseen",
+            f"multiples of {kinds}, the number of alphas, and n_unseen < n_clients", (n_clients, n_unseen))
+    parts = _images(Path(root), n_clients, size, test_size, seed, download)
+    seen, unseen = list[Client](), list[Client]()
+    for k, alpha in enumerate(alphas):
+        train, test = (part[torch.from_numpy(_rank(part.y.numpy()) % kinds == k)] for part in parts)  # equal classes
+        ids = [f"cifar10-{alpha:g}-{i}" for i in range(n_clients // kinds)]
+        clients = _clients(train, test, ids, alpha, kinds * seed + k, f"alpha {alpha:g}")
+        seen += clients[n_unseen // kinds:]
+        unseen += clients[:n_unseen // kinds]
+    return seen, unseen
 
 # %% ../../nbs/studies/datasets.ipynb #3133fed4
 CIFAR10C_URL = "https://zenodo.org/records/2535967/files/CIFAR-10-C.tar"

@@ -77,6 +77,7 @@ TITLES = {
     "domainnet": "Table 3: DomainNet, e=15; six domains and label shift; pretrained on ImageNet",
     "speech": "Table 4: Speech Commands; a client is a speaker; pretrained by FedAvg; seen and unseen clients",
     "ablation": "Table 5: FedL2P with one of its two meta-nets, e=15; CIFAR-10 pretrained by FedAvg",
+    "mixed": "Not in the paper: CIFAR-10, e=15; half of the clients have α=0.1, half α=1000; seen and unseen clients",
     "fomaml": "Table 8: FedL2P with first-order and with implicit hypergradients, e=15",
 }
 TABLES: dict[str, dict[Condition, dict[str, Entry]]] = {} # study -> condition -> method -> (mean, SD)
@@ -167,3 +168,6 @@ domainnet   1.0     15 imagenet    62.27±0.58 63.14±0.38    63.77±0.44
 domainnet   0.5     15 imagenet    71.39±0.97 71.37±0.79    72.64±0.3
 domainnet   0.1     15 imagenet    86.03±0.47 86.22±0.16    86.36±0.45
 """)
+
+# %% ../../nbs/studies/published.ipynb #mixed202
+TABLES["mixed"] = {Condition("cifar10-mixed", None, 15, "fedavg", pool): {} for pool in ("seen", "unseen")}

@@ -20,7 +20,7 @@ from ..data import Client, Federation
 from ..digits import digits_federation, small_cnn
 from ..pretraining import Recipe
 from .corruptions import CORRUPTIONS
-from .datasets import CIFAR_MEAN, CIFAR_STD, cifar10, cifar10c, domainnet, office, speech
+from .datasets import CIFAR_MEAN, CIFAR_STD, cifar10, cifar10_mixed, cifar10c, domainnet, office, speech
 from .models import Stem, imagenet_resnet18, resnet18, small_resnet
 
 # %% ../../nbs/studies/settings.ipynb #4f81595b
@@ -175,6 +175,20 @@ def _speech(root: Path) -> list[Setting]:
     smoke = _smoke(paper, "speech", 12, clients=lambda alpha, seed: _federation(*speech(root, 3, 2, seed)))
     return [paper, small, smoke]
 
+# %% ../../nbs/studies/settings.ipynb #mixed102
+def _mixed(root: Path) -> list[Setting]:
+    "CIFAR-10 with two kinds of clients, at scale paper, small and smoke."
+    def some(n: int, n_unseen: int, **options: Any) -> Callable[[Any, int], Federation]:
+        return lambda alpha, seed: _federation(*cifar10_mixed(root, n, n_unseen, seed=seed, **options))
+
+    paper, small, smoke = _cifar10(root)
+    same = small.differs.replace("200 clients of 50 images", "160 seen and 40 unseen clients of 50 images")
+    return [
+        replace(paper, clients=some(1000, 200)),
+        replace(small, clients=some(200, 40, test_size=50), differs=same),
+        replace(smoke, clients=some(8, 4, size=10, test_size=5)),
+    ]
+
 # %% ../../nbs/studies/settings.ipynb #46a49ec9
 DIGITS = Setting(
     clients=partial(digits_federation, 20, 10),
@@ -186,7 +200,8 @@ DIGITS = Setting(
 
 # %% ../../nbs/studies/settings.ipynb #b1a53dd1
 _SETTINGS = {
-    "cifar10": _cifar10, "cifar10c": _cifar10c, "office": _office, "domainnet": _domainnet, "speech": _speech
+    "cifar10": _cifar10, "cifar10c": _cifar10c, "office": _office, "domainnet": _domainnet, "speech": _speech,
+    "cifar10-mixed": _mixed,
 }
 DATASETS = (*_SETTINGS, "digits")
 
