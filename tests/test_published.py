@@ -7,7 +7,7 @@ import pytest
 from fedl2p.studies.published import PAPER_METHODS, TABLES, TITLES, Condition, read_entry, read_table
 
 COUNTS = {"cifar10": (8, 48), "pretraining": (12, 24), "cifar10c": (4, 20), "office": (1, 5), "domainnet": (4, 20),
-          "speech": (4, 22), "ablation": (13, 78), "fomaml": (5, 15)}
+          "speech": (4, 22), "ablation": (13, 78), "fomaml": (5, 15), "mixed": (2, 0)}
 ENTRIES = [(study, c, m, entry) for study, table in TABLES.items() for c, row in table.items() for m, entry in row.items()]
 
 

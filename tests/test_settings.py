@@ -95,7 +95,7 @@ def test_digits_are_the_demo():
 
 
 @pytest.mark.parametrize("dataset, scale, words", [
-    ("mnist", "paper", "dataset must be one of cifar10, cifar10c, office, domainnet, speech, digits, got 'mnist'"),
+    ("mnist", "paper", "dataset must be one of cifar10, cifar10c, office, domainnet, speech, cifar10-mixed, digits, got 'mnist'"),
     ("office", "huge", "office: scale must be one of paper, small, smoke, got 'huge'"),
     ("digits", "paper", "digits: scale must be one of small, got 'paper'"),
 ])

@@ -77,8 +77,8 @@ TITLES = {
     "domainnet": "Table 3: DomainNet, e=15; six domains and label shift; pretrained on ImageNet",
     "speech": "Table 4: Speech Commands; a client is a speaker; pretrained by FedAvg; seen and unseen clients",
     "ablation": "Table 5: FedL2P with one of its two meta-nets, e=15; CIFAR-10 pretrained by FedAvg",
-    "mixed": "Not in the paper: CIFAR-10, e=15; half of the clients have α=0.1, half α=1000; seen and unseen clients",
     "fomaml": "Table 8: FedL2P with first-order and with implicit hypergradients, e=15",
+    "mixed": "Not in the paper: CIFAR-10, e=15; half of the clients have α=0.1, half α=1000; seen and unseen clients",
 }
 TABLES: dict[str, dict[Condition, dict[str, Entry]]] = {} # study -> condition -> method -> (mean, SD)
 

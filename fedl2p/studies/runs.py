@@ -130,7 +130,7 @@ def conditions(
     for c in TABLES[study]:
         if datasets and c.dataset not in datasets:
             continue
-        alphas = alpha if alpha and c.dataset not in ("speech", "office") else [c.alpha]
+        alphas = alpha if alpha and c.alpha is not None and c.dataset != "office" else [c.alpha]
         rows |= {c._replace(alpha=a, epochs=e): None for a in alphas for e in epochs or [c.epochs]}
     names = ", ".join(dict.fromkeys(c.dataset for c in TABLES[study]))
     require(len(rows) > 0, "datasets", f"some of {names} in study {study}", datasets)
