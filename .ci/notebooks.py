@@ -30,6 +30,7 @@ ORDER = ("bn", "data", "digits", "profile", "strategy", "finetune", "metanet", "
          "federated", "client", "learner", "trials", "clusters")
 LESSONS = [f"{number:02}_{name}" for number, name in enumerate(ORDER)]
 PAGES = ("library", "studies")  # folders of notebooks that have no number
+WIDEST = 6  # columns of a table that a phone can show
 
 
 def notebooks() -> list[Path]:
@@ -174,6 +175,15 @@ def lost_links(path: Path, text: str) -> list[str]:
     return [f"{path.relative_to(ROOT).as_posix()} has a link to {link}, which is not there" for link, file in links.items() if not file.exists()]
 
 
+def wide_tables(path: Path, text: str) -> list[str]:
+    """Tables in Markdown with too many columns, unless they are folded."""
+    open_text = re.sub(r"<details\b.*?</details>", "", text, flags=re.S)
+    rules = re.findall(r"^\|?((?:\s*:?-+:?\s*\|)+(?:\s*:?-+:?\s*)?)$", open_text, re.M)
+    counts = [rule.strip().strip("|").count("|") + 1 for rule in rules]
+    advice = f"at most {WIDEST}, or fold it into <details>"
+    return [f"{path.relative_to(ROOT).as_posix()} has a table of {n} columns: {advice}" for n in counts if n > WIDEST]
+
+
 def faults_of(path: Path) -> list[str]:
     """Everything wrong with one notebook."""
     name, nb, advice = path.relative_to(ROOT), read_nb(path), ": python .ci/notebooks.py sync"
@@ -186,7 +196,8 @@ def faults_of(path: Path) -> list[str]:
         f"{name} needs a title that begins with '{heading(path)}'" + advice: not text.startswith(heading(path)),
         f"{name} needs a last line: {last_line(path)}" + advice: last_line(path) not in text,
     }
-    found = [fault for fault, is_so in wrong.items() if is_so] + lost_links(path, text)
+    shown = "\n\n".join([text, *("".join(o.get("data", {}).get("text/markdown", "")) for o in outputs)])
+    found = [fault for fault, is_so in wrong.items() if is_so] + lost_links(path, text) + wide_tables(path, shown)
     if name_of := lesson(path):
         found += course.length_faults(name_of, course.lengths(path)) + [f"{name}: {fault}" for fault in course.exercise_faults(nb)]
     return found
@@ -198,7 +209,8 @@ def faults() -> list[str]:
     for name in sorted({path.stem for path in NBS.glob("*.ipynb")} ^ {*LESSONS, "index"}):
         wrong.append(f"nbs/{name}.ipynb is a file or in ORDER of .ci/notebooks.py, but not both")
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(NBS.rglob("*.md"))):
-        wrong += lost_links(path, path.read_text(encoding="utf-8"))
+        said = path.read_text(encoding="utf-8")
+        wrong += lost_links(path, said) + wide_tables(path, said)
     cells = [c.source for path in notebooks() for c in read_nb(path).cells]
     modules = {m[1] for source in cells for m in re.finditer(r"^#\|\s*default_exp\s+(\S+)", source, re.M)}
     for path in sorted(LIB.rglob("*.py")):
@@ -225,7 +237,7 @@ def main(command: str = "", *names: str) -> None:
         print(course.length_table([NBS / f"{name}.ipynb" for name in LESSONS]))
     elif command == "check" and not names:
         wrong = faults()
-        print(*wrong or [f"{len(notebooks())} notebooks: outputs, titles, links and modules in order"], sep="\n")
+        print(*wrong or [f"{len(notebooks())} notebooks: outputs, titles, links, tables and modules in order"], sep="\n")
         sys.exit(bool(wrong))
     else:
         sys.exit(__doc__)

@@ -163,13 +163,14 @@ def table(
     study: tyro.conf.Positional[Study], # a table of the paper
     scale: Scale = "small", # scale of our results
     out: Path = Path("results"), # folder with results
-    methods: tuple[str, ...] = (), # columns; none is the paper's, and ours that are there
+    methods: tuple[str, ...] = (), # rows; none is the paper's, and ours that are there
 ) -> None:
-    "Show a table of the paper with our numbers; written to OUT/STUDY-SCALE.md, unless it has other columns."
+    "Show a table of the paper with our numbers; written to OUT/STUDY-SCALE.md, unless it has other rows."
     content = study_table(study, scale, out, methods)
     if out.exists() and not methods:
-        write_file(out / f"{study}-{scale}.md", markdown(content).encode())
-    show(content)
+        write_file(out / f"{study}-{scale}.md", str(content).encode())
+    for part in content.tables:
+        show(part)
 
 
 def report(

@@ -156,6 +156,26 @@ def test_the_check_finds_faults(clone):
     assert "README.md has a link to nbs/gone.ipynb, which is not there" in done.stdout
 
 
+def test_the_check_finds_tables_that_are_too_wide(clone):
+    """In text and in outputs; six columns are allowed, and any number in a folded block."""
+    from execnb.nbio import read_nb, write_nb
+
+    six, seven = (f"{'| x ' * n}|\n{'|---' * n}|\n{'| 1 ' * n}|\n" for n in (6, 7))
+    fold = "<details><summary>All columns</summary>\n\n{}\n</details>\n".format
+    for name, text in {"cifar10": six + "\n" + fold(seven), "office": fold(six) + "\n" + seven}.items():
+        path = clone / "nbs" / "experiments" / f"{name}.ipynb"
+        nb = read_nb(path)
+        code = next(cell for cell in nb.cells if cell.get("outputs"))
+        code.outputs = [{"output_type": "display_data", "data": {"text/markdown": text.splitlines(keepends=True)}, "metadata": {}}]
+        write_nb(nb, path)
+    (clone / "docs" / "results.md").write_text(seven.replace("|---", "|--:"))
+    done = notebooks(clone, "check")
+    assert done.returncode == 1
+    for name in ("nbs/experiments/office.ipynb", "docs/results.md"):
+        assert f"{name} has a table of 7 columns: at most 6, or fold it into <details>" in done.stdout
+    assert "cifar10.ipynb has a table" not in done.stdout
+
+
 def test_the_check_finds_lessons_that_are_too_long_and_exercises_without_a_solution(clone):
     from execnb.nbio import mk_cell, read_nb, write_nb
 

@@ -82,7 +82,7 @@ def test_the_style_is_not_escaped(page):
 
 def test_a_demo_is_a_folder_of_cells(folder):
     [case] = cases(folder)
-    assert case.title == "digits, fedavg, alpha 0.5, e 1, scale small" and case.main == "fedl2p-ift"
+    assert case.title == "digits, alpha 0.5, e 1, scale small" and case.main == "fedl2p-ift"
     methods = {r["method"] for r in case.records}
     assert methods == {"none", "ft-c-precise-best", "ft-g-best", "ft-i-best", "l2p", "fedl2p-ift", "fedl2p-ours"}
     assert len(case.of("fedl2p-ift", "seen")) == 10 and len(case.of("none", "unseen")) == 5

@@ -15,7 +15,7 @@ import torch
 from fedl2p.bn import mix_bn
 from fedl2p.checkpoint import fingerprint
 from fedl2p.cli import main
-from fedl2p.core import markdown, write_json
+from fedl2p.core import write_json
 from fedl2p.digits import digits_federation, small_cnn
 from fedl2p.evaluation import baselines
 from fedl2p.metanet import signature
@@ -244,7 +244,7 @@ def test_divergence_is_a_result(world, tmp_path):
         run_cell(diverging._replace(how=replace(diverging.how, config=config)))
     content = json.loads(diverging.path.read_text())
     assert content["pools"] == ["seen", "unseen"] and content["clients"] == [] and "FloatingPointError" in content["diverged"]
-    assert markdown(study_table("speech", "smoke", tmp_path, ["fedl2p"])).count("diverges |") == 2
+    assert str(study_table("speech", "smoke", tmp_path, ["fedl2p"])).count("diverges |") == 2
 
 
 def test_other_clients_or_models_are_noticed(world, tmp_path):

@@ -6,18 +6,23 @@ import pytest
 
 from fedl2p.cli import main
 from fedl2p.core import markdown, write_json
-from fedl2p.studies.published import Condition
+from fedl2p.studies.comparisons import comparison, differences, evidence, gaps, looking, paired
+from fedl2p.studies.published import TABLES, Condition
 from fedl2p.studies.runs import Cell
 from fedl2p.studies.tables import (
+    accuracies,
     accuracy_table,
+    both_pools,
     collect,
-    comparison,
-    paired,
+    fold,
+    groups,
+    label,
     read_cell,
     results,
     sampling_error,
     study_table,
     summarise,
+    titles,
 )
 
 SPEECH = Condition("speech", None, 5, "fedavg")
@@ -55,13 +60,22 @@ def test_table_numbers(tmp_path):
     by_condition, unseen = collect(results(tmp_path, "small")), SPEECH._replace(pool="unseen")
     assert by_condition[SPEECH]["ft-c"] == {0: 50.0, 1: 70.0} and by_condition[unseen]["ft-c"] == {0: 40.0, 1: 40.0}
     assert all(math.isnan(by_condition[condition]["fedl2p"][0]) for condition in (SPEECH, unseen))
-    text = markdown(study_table("speech", "small", tmp_path))
-    assert "| 5 | seen | ours | 25.0 ± 7.1 | **60.0 ± 14.1** | — | — | — | diverges | 90.0 (1) | 10.0 |" in text
-    assert "| 5 | unseen | ours | 10.0 | **40.0** | — | — | — | diverges | 90.0 (1) | 10.0 |" in text  # nothing depends on the seed
-    assert "± 0.0" not in text.replace("± 0.00", "")  # which is the paper's
-    assert "87.77 ± 0.47" in text  # the paper's, right below, as printed
-    by_pairs = comparison("speech", "small", tmp_path, "ft-c", ("none",))
-    assert "| speech, fedavg, e 5 | +35.0 ± 5.0 / 0.0 | 2 | 2 |" in markdown(by_pairs)  # seeds: 30 and 40; clients: 35 and 35
+    five, fifteen = study_table("speech", "small", tmp_path).tables
+    assert five.head == ["speech, e 5", "seen", "unseen"] and fifteen.head == ["speech, e 15", "seen", "unseen"]
+    assert five.rows[:6] == [
+        ["no fine-tuning", "25.0 ± 7.1", "10.0"],  # nothing depends on the seed in the unseen pool
+        ["FT (BN C)", "**60.0 ± 14.1**", "**40.0**"],
+        ["FedL2P", "diverges", "diverges"],
+        ["FT (BN I), best rate", "90.0 (1)", "90.0 (1)"],  # another seed, so it is not the best
+        ["seeds", "2", "2"],
+        ["test set ±", "10.0", "10.0"],
+    ]
+    assert five.rows[-1] == ["paper: FedL2P", "87.77 ± 0.47", "87.85 ± 0.18"]  # as printed
+    assert ["paper: L2P", "64.79 ± 1.84", "—"] in five.rows
+    assert all(row[0].startswith("paper: ") for row in fifteen.rows) and not five.notes and fifteen.notes
+    [by_pairs] = comparison("speech", "small", tmp_path, "ft-c", ("none",)).tables
+    assert by_pairs.head == ["speech, e 5: FT (BN C) minus", "seen", "unseen"]
+    assert by_pairs.rows[0] == ["no fine-tuning", "**+35.0 ± 5.0 / 0.0**", "**+30.0 ± 0.0 / 0.0**"]  # seeds: 30 and 40; clients: 35 and 35
 
 
 def test_cells_of_older_versions(tmp_path):
@@ -86,8 +100,8 @@ def test_clients_of_other_seeds_are_other_clients(tmp_path):
         write_cell(tmp_path, "none", seed, {"seen": [4, 4]}, new_clients=True)
     names = {r["client"] for cell in results(tmp_path, "small") for r in cell["clients"]}
     assert names == {f"c{i} of seed {seed}" for i in (0, 1) for seed in (0, 1)}
-    [row] = comparison("speech", "small", tmp_path, "ft-c", ("none",)).rows
-    assert row == ["speech, fedavg, e 5", "+12.5 ± 2.5 / 4.8", "2", "4"]  # clients: 0, 20, 10 and 20 points; seeds: 10 and 15
+    [table] = comparison("speech", "small", tmp_path, "ft-c", ("none",)).tables
+    assert table.rows == [["no fine-tuning", "**+12.5 ± 2.5 / 4.8**"], ["seeds", "2"], ["clients", "4"]]  # clients: 0, 20, 10 and 20 points; seeds: 10 and 15
 
 
 def test_a_row_of_a_method_has_a_value_for_each_seed():
@@ -113,8 +127,8 @@ def test_clients_of_a_seed_share_what_was_learned(tmp_path):
     found = paired(results(tmp_path, "small"), SPEECH, "fedl2p", "fedl2p-start")
     assert found == pytest.approx((-2.5 / 3, ((6.43 - 2.5**2 / 3) / 2 / 3) ** 0.5, 0.0, 3, 2), abs=1e-6)
     assert str(found) == "-0.8 ± 0.9 / 0.0"
-    [row] = comparison("speech", "small", tmp_path, others=("fedl2p-start",)).rows
-    assert row == ["speech, fedavg, e 5", "-0.8 ± 0.9 / 0.0", "3", "2"]
+    [table] = comparison("speech", "small", tmp_path, others=("fedl2p-start",)).tables
+    assert table.rows == [["FedL2P before learning", "-0.8 ± 0.9 / 0.0"], ["seeds", "3"], ["clients", "2"]]
 
 
 def test_seeds_may_score_other_clients(tmp_path):
@@ -131,20 +145,17 @@ def test_seeds_may_score_other_clients(tmp_path):
 def test_one_seed_or_one_client_has_no_error(tmp_path):
     write_cell(tmp_path, "ft-c", 0, {"seen": [7], "unseen": [4, 6]})
     write_cell(tmp_path, "none", 0, {"seen": [5], "unseen": [4, 4]})
-    seen, unseen = comparison("speech", "small", tmp_path, "ft-c", ("none",)).rows
-    assert seen[1:] == ["+20.0 ± — / —", "1", "1"] and unseen[1:] == ["+10.0 ± — / 10.0", "1", "2"]
-    table = study_table("speech", "small", tmp_path, ["none", "ft-c"], run_only=True)
-    assert table.head[-1] == "test set ±"
-    assert [row[-3:] for row in table.rows if "ours" in row] == [["50.0", "**70.0**", "—"], ["40.0", "**50.0**", "10.0"]]
-    assert "One seed only: speech, fedavg, e 5; speech, fedavg, e 5, unseen." in table.notes[1]
+    [table] = comparison("speech", "small", tmp_path, "ft-c", ("none",)).tables
+    assert table.rows == [["no fine-tuning", "+20.0 ± — / —", "+10.0 ± — / 10.0"], ["seeds", "1", "1"], ["clients", "1", "2"]]
+    [table] = study_table("speech", "small", tmp_path, ["none", "ft-c"], having=["none"]).tables
+    assert table.rows[:4] == [["no fine-tuning", "50.0", "40.0"], ["FT (BN C)", "**70.0**", "**50.0**"], ["seeds", "1", "1"], ["test set ±", "—", "10.0"]]
     write_cell(tmp_path, "ft-c", 1, {"seen": [7], "unseen": [4, 7]})
     write_cell(tmp_path, "none", 1, {"seen": [5], "unseen": [4, 4]})
-    table = study_table("speech", "small", tmp_path, ["none", "ft-c"], run_only=True)
-    assert [row[-3:-1] for row in table.rows if "ours" in row] == [["50.0", "**70.0**"], ["40.0", "**52.5 ± 3.5**"]]
-    assert "One seed" not in table.notes[1]
+    [table] = study_table("speech", "small", tmp_path, ["none", "ft-c"], having=["none"]).tables
+    assert table.rows[1:3] == [["FT (BN C)", "**70.0**", "**52.5 ± 3.5**"], ["seeds", "2", "2"]]
     write_cell(tmp_path, "fedl2p", 1, {"seen": [7], "unseen": [4, 7]})
-    seen, _ = comparison("speech", "small", tmp_path, "ft-c", ("none", "fedl2p")).rows
-    assert seen[1:] == ["+20.0 ± 0.0 / —", "+0.0 ± — / —", "1 to 2", "1"]
+    [table] = comparison("speech", "small", tmp_path, "ft-c", ("none", "fedl2p")).tables
+    assert [row[1] for row in table.rows] == ["**+20.0 ± 0.0 / —**", "+0.0 ± — / —", "1 to 2", "1"]
 
 
 def test_sampling_error_of_a_test_set():
@@ -166,7 +177,7 @@ def test_sampling_error_of_a_test_set():
 def test_notes_say_what_the_deviation_is_made_of(tmp_path, more, note):
     for seed in (0, 1):
         write_cell(tmp_path, "none", seed, {"seen": [4, 6]}, **more)
-    assert note in study_table("speech", "small", tmp_path).notes[-1]
+    assert note in study_table("speech", "small", tmp_path).tables[-1].notes[-1]
 
 
 def test_l2p_has_no_unseen_clients_and_did_not_diverge():
@@ -176,3 +187,57 @@ def test_l2p_has_no_unseen_clients_and_did_not_diverge():
     seen, unseen = (Condition("speech", None, 15, "fedavg", pool) for pool in ("seen", "unseen"))
     assert collect([done]) == {seen: {"l2p": {0: 75.0}}}
     assert all(math.isnan(collect([lost])[row]["l2p"][0]) for row in (seen, unseen))
+
+
+def test_every_study_has_narrow_tables_and_loses_no_number(tmp_path):
+    """Each condition of the paper is in one column, with all its methods; new label shifts do not make a table wider."""
+    for study, paper in TABLES.items():
+        parts = study_table(study, "small", tmp_path).tables
+        assert max(len(row) for table in parts for row in (table.head, *table.rows)) <= 6
+        printed = [text for table in parts for row in table.rows for text in row[1:] if text != "—"]
+        assert len(printed) == sum(len(entries) for entries in paper.values())
+    shifts = [Condition("cifar10", float(alpha), 15, "fedavg") for alpha in range(9, 0, -1)]
+    assert [len(group) for group in groups(shifts)] == [4, 4, 1] and [c for group in groups(shifts) for c in group] == shifts
+
+
+def test_titles_of_columns_say_what_differs():
+    row = Condition("cifar10", 0.5, 15, "fedavg")
+    assert titles([row, row._replace(alpha=1000.0)], "points") == ("cifar10, e 15", ["alpha 0.5", "alpha 1000"])
+    assert titles([row], "points") == ("cifar10, alpha 0.5, e 15", ["points"])
+    assert titles(both_pools(SPEECH), "points") == ("speech, e 5", ["seen", "unseen"])
+    others = [row, row._replace(pretraining="fedbabu"), SPEECH]
+    assert titles(others, "points")[1] == ["cifar10, fedavg, alpha 0.5, e 15", "cifar10, fedbabu, alpha 0.5, e 15", "speech, fedavg, e 5"]
+    assert [label(c) for c in both_pools(SPEECH)] == ["speech, e 5", "speech, e 5, unseen"]
+
+
+def test_a_folded_table_is_inside_details(tmp_path):
+    write_cell(tmp_path, "none", 0, {"seen": [5, 5]})
+    table = accuracies(results(tmp_path, "small"), [SPEECH], ("none", "l2p"))
+    assert table.rows == [["no fine-tuning", "**50.0**"], ["seeds", "1"], ["test set ±", "0.0"]]  # L2P is nowhere
+    whole = study_table("speech", "small", tmp_path)
+    text = fold("Older results", table, whole)._repr_markdown_()
+    assert text.startswith("<details><summary>Older results</summary>\n\n| speech, e 5 |") and text.endswith("</details>\n")
+    assert str(whole) in text and whole._repr_markdown_() == str(whole)
+
+
+def test_nothing_to_compare(tmp_path):
+    cells = results(tmp_path, "small")
+    assert differences(cells, [SPEECH], "fedl2p", ("none",)).rows == [] and evidence(cells, [SPEECH]).rows == []
+    [table] = comparison("speech", "small", tmp_path).tables
+    assert table.rows == [] and table.notes == ["Not run yet."] and looking(cells).rows == []
+    assert all(not table.rows for table in study_table("speech", "small", tmp_path, ("fedl2p-ours",), having=("fedl2p",)).tables)
+    assert gaps(cells, [SPEECH], ("none",), (0,)).rows == [["speech, e 5", "all 1 cells", "not known"]]
+
+
+def test_evidence_takes_the_best_plain_strategy_of_each_row(tmp_path):
+    """The bar is the plain strategy with the highest accuracy over shared seeds; verdicts are counted in the notes."""
+    rights = {"fedl2p-ours": [8, 8], "ft-g-best": [5, 6], "ft-i-best": [6, 6], "fedl2p": [2, 2]}
+    for seed in (0, 1):
+        for method, right in rights.items():
+            write_cell(tmp_path, method, seed, {"seen": right, "unseen": right[::-1]} if method != "ft-i-best" else {"seen": right})
+    table = evidence(results(tmp_path, "small"), both_pools(SPEECH))
+    assert table.rows == [
+        ["speech, e 5", "FT (BN I): +20.0 ± 0.0 / 0.0, ahead", "not run", "+60.0 ± 0.0 / 0.0, ahead", "2 / 2"],
+        ["speech, e 5, unseen", "FT (BN G): +25.0 ± 0.0 / 5.0, ahead", "not run", "+60.0 ± 0.0 / 0.0, ahead", "2 / 2"],
+    ]
+    assert "ahead 2, level 0, behind 0, one seed 0" in table.notes[1]
