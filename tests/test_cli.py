@@ -21,7 +21,7 @@ from fedl2p.core import Table, markdown
     (["--limit", "0"], "limit must be > 0 or None, got 0.0"),
     (["--pretraining-rounds", "0"], "pretraining_rounds must be >= 1, got 0"),
     (["--rounds", "0"], "rounds must be >= 1, got 0"),
-    (["--device", "tpu"], "device must be one of auto, ... here, got 'tpu'"),
+    (["--device", "tpu"], "device must be one of auto, ... on this machine, got 'tpu'"),
     (["--fraction", "2"], "fraction must be in (0, 1], got 2.0"),
     (["--lr", "0"], "lr must be > 0 and finite, got 0.0"),
 ])
