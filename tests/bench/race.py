@@ -90,8 +90,8 @@ def measured(folder: Path, dataset: str, alpha: float, seed: int, n: int, data: 
 
 def report(folder: Path) -> None:
     "A row for each condition of which there are tables."
-    print("| condition | clients | equal choice | within one error | regret in loss | mean best loss | gradients, race / full |")
-    print("|---|--:|--:|--:|--:|--:|--:|")
+    print("| condition | equal choice | within one error | regret in loss | mean best loss | gradients, race / full |")
+    print("|---|--:|--:|--:|--:|--:|")
     missed = []
     for condition in sorted(folder.glob("*.json")):
         kept = json.loads(condition.read_text())
@@ -108,10 +108,10 @@ def report(folder: Path) -> None:
             regret.append(statistics.mean(more))
             best.append(statistics.mean(split[full] for split in table[-1]))
         n = len(kept["tables"])
-        print(f"| {condition.stem} | {n} | {100 * equal / n:.0f}% | {100 * close / n:.0f}% | {statistics.mean(regret):.4f} "
+        print(f"| {condition.stem}, {n} clients | {100 * equal / n:.0f}% | {100 * close / n:.0f}% | {statistics.mean(regret):.4f} "
               f"| {statistics.mean(best):.3f} | {kept['ratio']:.2f} |")
-    print("\nWhat the race missed, of all candidates:\n")
-    print("\n".join(missed))
+    print("\n<details><summary>What the race missed, of all candidates</summary>\n")
+    print("\n".join(missed) + "\n\n</details>")
 
 
 def main() -> None:
