@@ -22,7 +22,7 @@ import tyro
 from torch import nn
 
 from . import __version__
-from .core import Table, markdown, require, write_file
+from .core import Table, comments_in_help, markdown, require, write_file
 from .learner import FedL2P
 from .loaders import ToTensor, data_from_files, images_in
 from .report import write_report
@@ -221,3 +221,6 @@ def main(
         print(f"fedl2p: {error}", file=sys.stderr)
         return 1
     return 0
+
+# %% ../nbs/library/cli.ipynb #cli-help2
+comments_in_help(__name__)

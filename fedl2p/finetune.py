@@ -76,7 +76,7 @@ def precise_statistics(
     model: nn.Module, # as returned by `mix_bn`; it is not changed
     state: State, # weights, and all buffers with beta
     x: Tensor, # the client's data [N, ...]
-    batch_size: int = 256, # samples per pass; exact for up to so many samples, close to exact for more
+    batch_size: int = 256, # samples per pass; exact for up to this many samples, close to exact for more
 ) -> State: # running_mean and running_var of each mixing layer
     "The client's statistics at each batch norm of a network, measured in one pass."
     layers, precise = bn_layers(model), State()
@@ -219,7 +219,7 @@ def finetune(
     tuning: Tuning = Tuning(),  # noqa: B008, frozen; settings of fine-tuning
     generator: torch.Generator | None = None, # draws sample order, augmentation and dropout; None is seed 0
     full: bool = False, # also compute the last gradient of frozen tensors, for a hypergradient
-    every: int = 0, # keep the weights before every this many steps, for a hypergradient
+    every: int = 0, # n: keep the weights before every n-th step, for a hypergradient; 0 keeps only the start
 ) -> Tuned:
     "Fine-tune by SGD with a learning rate for each tensor, from the pretrained weights."
     generator = generator or torch.Generator().manual_seed(0)

@@ -110,14 +110,14 @@ class Descent(NamedTuple):
     gradient: Weights # g of the last step: end = before - eta * g
 
 # %% ../nbs/library/hypergrad.ipynb #cd270682
-_LOOK = {"cpu": 1}  # check losses after so many steps; 16 on other devices, since a check waits for the device
+_LOOK = {"cpu": 1}  # steps between checks of the losses; 16 on other devices, since a check waits for the device
 
 
 def descend(
     steps: Sequence[Loss], # the loss of each step
     weights: Weights, # where to start
     hyper: Hyper, # hyperparameters, with "eta"
-    every: int = 0, # keep the weights before every such step; 0 keeps only the start
+    every: int = 0, # n: keep the weights before every n-th step; 0 keeps only the start
     full: bool = True, # the last gradient is of every tensor, as the estimators need; False: only of those that move
 ) -> Descent:
     "Fine-tune by gradient descent with a rate for each tensor; a loss must give the same value each time."

@@ -264,7 +264,7 @@ class _Files:
 def class_names(
     root: str | Path, # folder with root/<client or domain>/<class>/<image>
 ) -> list[str]: # in alphabetical order, which is that of the labels
-    "All classes that anybody in a folder has."
+    "All classes that the clients in a folder have."
     names = sorted({d.name for who in _folders(root) for d in _folders(who)})
     require(len(names) > 0, f"folders in {root}", "of the form <client or domain>/<class>/<image>", "none")
     return names

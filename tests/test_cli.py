@@ -51,6 +51,14 @@ def test_help_explains_every_option(capsys):
     assert main(["--version"]) == 0
 
 
+@pytest.mark.parametrize("command, text", [("demo", "passes of fine-tuning"), ("personalize", "policy file, written by"),
+                                           ("table", "scale of our results"), ("report", "folder for the page")])
+def test_help_shows_the_comment_after_each_parameter(command, text, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert text in " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+
 def test_lines_for_a_log(capsys):
     assert list(plain_lines(iter("abc"), "x", 103, 100)) == list("abc")
     assert capsys.readouterr().err.splitlines() == ["x: 103/103"]
