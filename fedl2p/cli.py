@@ -22,7 +22,7 @@ import tyro
 from torch import nn
 
 from . import __version__
-from .core import Table, markdown, require, write_file
+from .core import Table, comments_in_help, markdown, require, write_file
 from .learner import FedL2P
 from .loaders import ToTensor, data_from_files, images_in
 from .report import write_report
@@ -44,7 +44,7 @@ def plain_lines(items: Iterator, title: str, total: int, done: int) -> Iterator:
 
 @contextmanager
 def progress() -> Iterator[Progress]:
-    "A function that shows progress, as fits standard error: bars in a terminal, lines in a log."
+    "A function that shows progress on standard error: bars in a terminal, lines in a log."
     if not sys.stderr.isatty():
         yield plain_lines
         return
@@ -65,9 +65,9 @@ def progress() -> Iterator[Progress]:
 
 # %% ../nbs/library/cli.ipynb #af3ff0bd
 def network(
-    where: str, # FILE.py, which holds `model`, or FILE.py:NAME for another name
+    where: str, # FILE.py, in which it is called `model`, or FILE.py:NAME
 ) -> nn.Module: # pretrained
-    "The network that a Python file holds or makes."
+    "The network that a Python file defines, as a module or as a function that returns one."
     file, _, name = where.partition(":")
     name = name or "model"
     require(file.endswith(".py") and Path(file).is_file(), "model", "a Python file FILE.py or FILE.py:NAME", where)
@@ -80,22 +80,22 @@ def network(
 
 
 def personalize(
-    policy: Path, # file of a policy, by FedL2P.save
-    model: str, # Python file with the network: FILE.py holds `model`, a module or a function; or FILE.py:NAME
-    data: Path, # folder with <class>/<image>, of one client
+    policy: Path, # policy file, written by FedL2P.save
+    model: str, # Python file that defines the network, as `model` (FILE.py) or by its NAME (FILE.py:NAME)
+    data: Path, # folder with one client's images, as <class>/<image>
     out: Path, # file to write: .safetensors and .pt hold weights, .pt2 and .onnx a program
-    classes: tuple[str, ...] = (), # names of all classes in the order of the labels; none is the folders of the data
+    classes: tuple[str, ...] = (), # all classes in the order of the labels; by default, the folders of the data
     size: int = 64, # width and height to which images are resized, as in pretraining
-    mean: tuple[float, ...] = (0.0,), # of each channel, or one for all, in [0, 1], as in pretraining
-    std: tuple[float, ...] = (1.0,), # of each channel, or one for all, as in pretraining
+    mean: tuple[float, ...] = (0.0,), # mean of each channel, or one for all, in [0, 1], as in pretraining
+    std: tuple[float, ...] = (1.0,), # deviation of each channel, or one for all, as in pretraining
 ) -> None:
-    "Fine-tune a network for one client under a learned policy, and write it for those who only run it."
+    "Fine-tune a network for one client with a learned policy, and write it to a file."
     files = images_in(data)
     names = list(classes) or sorted({file.parent.name for file in files})
     learned = FedL2P.load(network(model).eval(), policy)
     samples = data_from_files(files, names, ToTensor(size, mean, std), lazy=False)
     outputs = learned.model(samples.x[:2]).shape[1]
-    require(outputs == len(names), "classes", f"{outputs} names, as the network has outputs", names)
+    require(outputs == len(names), "classes", f"{outputs} names, one for each output of the network", names)
     print(learned.explain(samples).summary)
     ship(learned.personalize(samples), out, samples.x[:32])
     print(f"the personalized model is in {out}")
@@ -104,7 +104,7 @@ def personalize(
 def show(
     table: Table,
 ) -> None:
-    "Print a table: drawn in a terminal, as Markdown in a file."
+    "Print a table: drawn in a terminal, otherwise as Markdown."
     if not sys.stdout.isatty():
         return print(markdown(table))
     from rich.console import Console
@@ -127,13 +127,13 @@ def demo(
     with progress() as bars:
         show(run_demo(settings, bars))
     where = f"table, plots, records and policies are in {settings.out}"
-    print(f"{time.time() - start:.0f} s; {where}; 'fedl2p report {settings.out}' makes a page of them")
+    print(f"{time.time() - start:.0f} s; {where}; 'fedl2p report {settings.out}' makes one page of them")
 
 
 def run(
     settings: Run,
 ) -> None:
-    "Run a study of the paper, or what is left of it, and show its table."
+    "Run a study of the paper, or what is left to do of it, and show its table."
     if missing := _filled(settings, run_study):
         raise OSError("\n".join(f"{dataset} is left out: {why}" for dataset, why in missing.items()))
 
@@ -152,7 +152,7 @@ def flower(
     settings: Run,
     timeout: float = 3600.0, # seconds that a node may take to answer
 ) -> None:
-    "Run FedL2P's cells of a study on Flower, with a simulated node for each client: the same accuracies as by `run`."
+    "Run FedL2P's cells of a study on Flower, with a simulated node for each client: the same accuracies as with `run`."
     os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")  # Flower reads it when it is imported
     from fedl2p.studies.simulation import simulate_study
 
@@ -163,7 +163,7 @@ def table(
     study: tyro.conf.Positional[Study], # a table of the paper
     scale: Scale = "small", # scale of our results
     out: Path = Path("results"), # folder with results
-    methods: tuple[str, ...] = (), # rows; none is the paper's, and ours that are there
+    methods: tuple[str, ...] = (), # rows; by default, the paper's, and ours that have results
 ) -> None:
     "Show a table of the paper with our numbers; written to OUT/STUDY-SCALE.md, unless it has other rows."
     content = study_table(study, scale, out, methods)
@@ -175,22 +175,22 @@ def table(
 
 def report(
     folders: tyro.conf.Positional[tuple[Path, ...]], # results of a demo or of studies; two are shown side by side
-    out: Path | None = None, # folder for the page; left out, the folder "report" in the first
+    out: Path | None = None, # folder for the page; by default, the folder "report" in the first
 ) -> None:
-    "Make one page of all that a folder with results holds: tables, pictures, settings."
+    "Make one page from folders of results: tables, plots, settings."
     print(write_report(folders, out))
 
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    "SIGTERM, and SIGHUP of a terminal that is closed, end a block as Ctrl-C does."
+    "End a block on SIGTERM, and on SIGHUP when the terminal is closed, as on Ctrl-C."
     def stop(number: int, frame: object) -> None:
         raise KeyboardInterrupt(number)
 
     names = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
     at_rest = threading.current_thread() is threading.main_thread()  # only there can handlers be set
     before = {s: signal.getsignal(s) for s in map(signal.Signals, (getattr(signal, name) for name in names))}
-    mine = [s for s, handler in before.items() if at_rest and handler == signal.SIG_DFL]  # nohup's is left alone
+    mine = [s for s, handler in before.items() if at_rest and handler == signal.SIG_DFL]  # keeps the handler of nohup
     for s in mine:
         signal.signal(s, stop)
     try:
@@ -216,9 +216,12 @@ def main(
             tyro.extras.subcommand_cli_from_dict(commands, prog="fedl2p", description=about, args=args, config=config)
     except KeyboardInterrupt as stop:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends it at once, with clients still at work
-        print("\nstopped; what is done is kept, and the same command goes on from there", file=sys.stderr)
+        print("\nstopped; finished work is kept, and the same command resumes from there", file=sys.stderr)
         return 128 + (stop.args[0] if stop.args else signal.SIGINT)
     except (ValueError, OSError, RuntimeError, ImportError) as error:
         print(f"fedl2p: {error}", file=sys.stderr)
         return 1
     return 0
+
+# %% ../nbs/library/cli.ipynb #cli-help2
+comments_in_help(__name__)

@@ -46,9 +46,9 @@ class _ConvBackward(torch.autograd.Function):
 
 # %% ../nbs/library/convolution.ipynb #1a74d8c3
 class NativeConv(TorchFunctionMode):
-    "Inside this block, large convolutions of batches are `_Conv`."
+    "Inside this block, large convolutions of batches go through `_Conv`."
 
-    smallest = 2**16  # numbers in an input; convolutions of smaller ones stay as they are
+    smallest = 2**16  # elements of an input; smaller ones go through PyTorch's own convolution
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -57,7 +57,7 @@ class NativeConv(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def convolve(self, func, input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
-        # A Python function costs some microseconds for every call, which only large convolutions win back.
+        # A Python function costs some microseconds per call, which only large convolutions make up for.
         # With mixed precision, the library's routines would meet two precisions in one call.
         plain = isinstance(padding, str) or input.dim() != weight.dim() or input.numel() < self.smallest
         if plain or torch.is_autocast_enabled(input.device.type):

@@ -62,7 +62,7 @@ except ImportError as error:
     raise ImportError('fedl2p.flower needs Flower: pip install "fedl2p[flower]"') from error
 
 # %% ../nbs/library/flower.ipynb #ce61161f
-WORK: dict[str, Callable[..., Any]] = { # all that a server can ask for, as functions of a task
+WORK: dict[str, Callable[..., Any]] = { # everything that a server can ask for
     "train": train_client,
     "describe": describe_client,
     "try": try_client,
@@ -71,11 +71,11 @@ WORK: dict[str, Callable[..., Any]] = { # all that a server can ask for, as func
     "validate": validate_client,
     "score": score_policy,
 }
-_DIVERGED, _LOST, _RAISED = 1001, 1002, 2  # codes of errors: of our own, and Flower's for an app that raised
+_DIVERGED, _LOST, _RAISED = 1001, 1002, 2  # error codes: two of our own, and Flower's for an app that raised
 
 
 class ModelLost(FileNotFoundError):
-    "The node does not have the pretrained model that a message means."
+    "The node does not have the pretrained model that a message names."
 
 
 def _arrays(state: State) -> ArrayRecord:
@@ -98,13 +98,13 @@ def _reply(message: Message, answer: Callable[[], dict]) -> Message:
 
 
 def _numbers(update: Update) -> MetricRecord:
-    "What an update says besides its tensors; the server does not need beta and eta."
+    "The numbers of an update besides its tensors; the server does not need beta and eta."
     numbers = {k: v for k, v in update.report.items() if k not in ("beta", "eta")}
     return MetricRecord({"num-examples": update.weight, **numbers})
 
 
 def _do(work: str, message: Message, folder: Path, client: Client, model: nn.Module) -> Any:
-    "The work that a message asks for."
+    "Do the work that a message asks for."
     asked, state = message.content["config"], message.content["arrays"].to_torch_state_dict()
     if work != "train":
         model = _pretrained(model, folder, asked["model"])
@@ -122,26 +122,26 @@ def _do(work: str, message: Message, folder: Path, client: Client, model: nn.Mod
 
 # %% ../nbs/library/flower.ipynb #5fd4ce18
 _MODEL = "fedl2p model 1"  # the format of a file with a pretrained model
-_MODEL_NAME, _MODELS = re.compile("[0-9a-f]{16}"), 8  # names of models, see `fingerprint`; how many a node keeps
+_MODEL_NAME, _MODELS = re.compile("[0-9a-f]{16}"), 8  # names of models (`fingerprint`); number that a node keeps
 
 
 def _keep(model: nn.Module, folder: Path, record: ArrayRecord) -> dict:
-    "Keep a pretrained model under the name that its numbers give it."
+    "Keep a pretrained model under its fingerprint."
     model = mix_bn(model, verbose=False)
     model.load_state_dict(record.to_torch_state_dict())
     folder.mkdir(parents=True, exist_ok=True)
     save_tensors(folder / f"{fingerprint(model)}.safetensors", model.state_dict(), {"format": _MODEL})
     models = [path for path in folder.glob("*.safetensors") if _MODEL_NAME.fullmatch(path.stem)]
     ages = {path: path.stat().st_mtime_ns for path in models if path.exists()}
-    for path in sorted(ages, key=lambda p: ages[p])[:-_MODELS]:  # one that is missed comes again
+    for path in sorted(ages, key=lambda p: ages[p])[:-_MODELS]:  # if it is needed later, it is sent again
         path.unlink(missing_ok=True)
     return {}
 
 
 def _pretrained(model: nn.Module, folder: Path, name: str) -> nn.Module:
-    "The model that was kept, if it is the one that is meant."
-    if not _MODEL_NAME.fullmatch(name):  # a server must not look around on a node's disk
-        raise ModelLost(f"the node does not have the model {name}: that is no name of a model")
+    "The kept model with the given name."
+    if not _MODEL_NAME.fullmatch(name):  # a server must not read other files of a node
+        raise ModelLost(f"the node does not have the model {name}: this is not the name of a model")
     model, path = mix_bn(model, verbose=False), folder / f"{name}.safetensors"
     try:
         model.load_state_dict(load_tensors(path, _MODEL)[0])
@@ -154,10 +154,10 @@ def _pretrained(model: nn.Module, folder: Path, name: str) -> nn.Module:
 # %% ../nbs/library/flower.ipynb #6605b9e2
 def client_app(
     load: Callable[[Context], tuple[Client, nn.Module]], # the node's client, and the network before `mix_bn`
-    folder: str | Path = "~/.cache/fedl2p", # folder for pretrained models, unless the node's settings have one
-    mods: Sequence[Callable] = (), # Flower's mods around learning and pretraining, such as `LocalDpMod`
+    folder: str | Path = "~/.cache/fedl2p", # folder for pretrained models, unless the node's settings name one
+    mods: Sequence[Callable] = (), # Flower's mods for learning and pretraining, such as `LocalDpMod`
 ) -> ClientApp:
-    "What runs on a node: the work of `WORK`, on data that stay there."
+    "What runs on a node: the tasks of `WORK`, on data that stay there."
     app = ClientApp()
 
     def home(context: Context) -> Path:
@@ -209,29 +209,29 @@ def client_app(
 
 # %% ../nbs/library/flower.ipynb #84b19f11
 class Nodes:
-    "A transport for `fedl2p.runner.Runner`: clients on other machines."
+    "A transport for `fedl2p.runner.Runner` to clients on other machines."
 
     def __init__(
         self,
-        grid: Grid, # Flower's way to the nodes
+        grid: Grid, # Flower's connection to the nodes
         timeout: float = 600.0, # seconds that an answer may take
-        privacy: "Privacy | None" = None, # when meta-nets are learned; pretraining and scores are not covered
+        privacy: "Privacy | None" = None, # for learning meta-nets; does not cover pretraining and scores
     ):
         self.grid, self.timeout, self.privacy = grid, timeout, privacy
         self.known: dict[int, tuple[Client, set[str]]] = {}  # a node's client, without data, and its models
-        self.unheard: dict[int, Failure] = {}  # nodes that did not say who they are, and why: they are asked again
-        self.refused: set[int] = set()  # nodes that said nonsense instead: they are not
-        self.traffic: list[dict] = []  # what went over the grid
+        self.unheard: dict[int, Failure] = {}  # nodes that did not give their name, and why: they are asked again
+        self.refused: set[int] = set()  # nodes that sent nonsense instead: they are not
+        self.traffic: list[dict] = []  # a record of each exchange
 
     def clients(
         self,
         n: int, # nodes to wait for
         wait: float = 600.0, # seconds at most
-        path: str | Path | None = None, # file with the names, so that a server that starts again asks the same clients
+        path: str | Path | None = None, # file that keeps the names, so that a restarted server asks the same clients
     ) -> list[Client]: # without their data
-        "Who is there, when all are or when time is up; a node that does not answer is asked again until then."
+        "Clients that are online, once all are or time is up; a node that does not answer is asked again until then."
         limit = wait
-        end = time.monotonic() + wait  # a clock that nobody sets
+        end = time.monotonic() + wait  # a clock that cannot be set
         while len(self._meet(again=True, wait=wait)) + len(self.refused) < n and (left := end - time.monotonic()) > 0:
             wait = left
             time.sleep(min(0.5, left))
@@ -243,18 +243,18 @@ class Nodes:
         if not domains:
             asked, why = len(self.unheard) + len(self.refused), next(iter(self.unheard.values()), None)
             because = f"; the first: {why.reason}" if why else ""
-            raise RuntimeError(f"no node said who it is in {limit:g} s; {asked} were asked{because}")
+            raise RuntimeError(f"no node gave its name in {limit:g} s; {asked} were asked{because}")
         domains = load_or_make(Path(path), lambda: domains, dict[str, str]) if path else domains
         if len(domains) < n:
-            where = f"; {path} keeps their names" if path else ""
-            warn(f"{len(domains)} clients take part, of the {n} that were asked for{where}")
+            where = f"; their names are in {path}" if path else ""
+            warn(f"{len(domains)} of {n} clients take part{where}")
         return [_stub(id, domain) for id, domain in sorted(domains.items())]
 
     def __call__(
         self,
-        tasks: Sequence[Task], # tasks of one round: they differ in the client only
+        tasks: Sequence[Task], # tasks of one round, which differ only in the client
     ) -> Iterator[Outcome]: # in the order of the tasks
-        "Ask the nodes of some clients for a piece of work."
+        "Have the nodes of some clients do a task."
         if not tasks:
             return iter(())
         task, where = tasks[0], self._meet()
@@ -274,7 +274,7 @@ class Nodes:
         return iter(_private(outcomes, task.state, self.privacy) if self.privacy and learned else outcomes)
 
     def _ask(self, work: str, task: Task, nodes: Sequence[int]) -> tuple[dict[int, Message], str]:
-        "Answers by node, and the name of the model: who lacks it gets it in the same message, who lost it once more."
+        "Answers by node, and the name of the model, which a node that lacks it gets with the message or after it."
         name = "" if work == "train" else fingerprint(task.model)
         kind = "evaluate" if work in ("score", "validate") else "train"
         config = {"work": work, "model": name, "round": task.number, "settings": json.dumps(asdict(task.settings))}
@@ -292,7 +292,7 @@ class Nodes:
         return answers, name
 
     def _meet(self, again: bool = False, wait: float = math.inf) -> dict[str, int]:
-        "Clients that are online, and their nodes; new nodes are asked for their names, and perhaps those that were."
+        "Clients that are online, and their nodes; asks new nodes for their names, and silent ones if `again`."
         online = list(self.grid.get_node_ids())
         known = {*self.known, *self.refused, *(() if again else self.unheard)}
         if new := [node for node in online if node not in known]:
@@ -312,9 +312,9 @@ class Nodes:
         return {self.known[node][0].id: node for node in online if node in self.known}
 
     def _exchange(self, kind: str, contents: dict[int, dict], wait: float | None = None) -> dict[int, Message]:
-        "Send to each node what is for it, and wait for what comes back in time."
+        "Send each node its message, and wait for the answers that come in time."
         start, wait = time.monotonic(), self.timeout if wait is None else wait
-        # Flower drops messages by the clock of each machine: a minute more, so that our own limit decides.
+        # Flower drops messages by each machine's clock: one minute more, so that our own limit decides.
         messages = [Message(RecordDict(c), node, kind, ttl=wait + 60) for node, c in contents.items()]
         replies = list(self.grid.send_and_receive(messages, timeout=wait)) if messages else []
         nodes = {m.metadata.message_id: m.metadata.dst_node_id for m in messages}
@@ -326,9 +326,9 @@ class Nodes:
         return answers
 
     def _outcome(self, node: int | None, answers: dict[int, Message], read: Callable[[RecordDict], Any]) -> Outcome:
-        "What a node sent, or why it cannot be used; nothing is raised."
+        "What a node sent, or why it cannot be used; raises nothing."
         if node is None:
-            return Outcome(None, Failure("died", "its node is not there"))
+            return Outcome(None, Failure("died", "its node is offline"))
         if (reply := answers.get(node)) is None:
             return Outcome(None, Failure("late", f"did not answer in {self.timeout:g} s"))
         if reply.has_error():
@@ -355,7 +355,7 @@ def _read_name(content: RecordDict) -> tuple[Client, set[str]]:
 
 
 def _is_number(value: object) -> bool:
-    "Whether it is a number that a float can hold; infinity is one, NaN is none."
+    "Whether a value is a number that a float can hold; infinity counts, NaN does not."
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
     return value == math.inf or abs(value) <= sys.float_info.max
@@ -395,21 +395,21 @@ def _read_score(task: Task, m: dict[str, Any]) -> Result:
 
 # %% ../nbs/library/flower.ipynb #f93a0577
 class Privacy(NamedTuple):
-    "Differential privacy of the meta-nets: each client's step is cut to a length, and the mean gets noise."
+    "Differential privacy of the meta-nets: each client's step is clipped, and the mean gets noise."
 
-    noise: float # z: the noise of each number has the standard deviation z * clip / clients
-    clip: float # the longest step, over all numbers together
+    noise: float # z: each number gets noise of standard deviation z * clip / clients
+    clip: float # S: the longest step, as the norm of all its numbers
 
 
 def _private(outcomes: list[Outcome], state: State, privacy: Privacy) -> list[Outcome]:
     "The same outcomes, each with the private mean for its state: the mean of equal states is that state."
-    fixed = ("center", "deviation", "mask", "reach")  # what inputs are compared with
+    fixed = ("center", "deviation", "mask", "reach")  # statistics of the inputs, which are not learned
     learned = [name for name in state if name not in fixed]
 
     def checked(o: Outcome) -> Outcome:
         failure = o.failure or refusal(o.value, state)
         if not failure and all(torch.equal(o.value.state[k], t) for k, t in state.items()):
-            failure = Failure("refused", "sent back what it got")  # Flower's clipping would divide by 0
+            failure = Failure("refused", "sent back what it was given")  # Flower's clipping would divide by 0
         return Outcome(None, failure) if failure else o
 
     outcomes = [checked(o) for o in outcomes]
@@ -427,7 +427,7 @@ def _private(outcomes: list[Outcome], state: State, privacy: Privacy) -> list[Ou
 # %% ../nbs/library/flower.ipynb #f8d002d0
 @contextmanager
 def _environment(**values: str) -> Iterator[None]:
-    "Environment variables inside a block; afterwards all are as they were, also those that Flower changes."
+    "Set environment variables for a block; afterwards all are restored, also those that Flower changes."
     before = dict(os.environ)
     os.environ.update({name: value for name, value in values.items() if name not in before})
     try:
@@ -455,19 +455,19 @@ class _Until:
         return replies
 
 
-_START = 600.0  # seconds in which the processes of a simulation must have started
+_START = 600.0  # seconds within which the processes of a simulation must start
 
 
 def _start_ray(workers: int) -> None:
-    "Start Ray, again and again on a busy machine: it gives some of its processes 30 s, which cannot be changed."
+    "Start Ray, on a busy machine several times: it gives some of its processes a fixed 30 s."
     import ray
     from ray._private import ray_constants
 
     end, handler = time.monotonic() + _START, signal.getsignal(signal.SIGTERM)
-    if hasattr(ray_constants, "RAY_DASHBOARD_STARTUP_TIMEOUT_S"):  # and another one 60 s, which can
+    if hasattr(ray_constants, "RAY_DASHBOARD_STARTUP_TIMEOUT_S"):  # another process gets 60 s, which can be changed
         ray_constants.RAY_DASHBOARD_STARTUP_TIMEOUT_S = int(_START)
     os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")])  # for its processes
-    import psutil  # Ray brings it, and knows where it is
+    import psutil  # Ray brings it, and makes it importable
 
     others = psutil.Process().children(recursive=True)
     while not ray.is_initialized():
@@ -480,14 +480,14 @@ def _start_ray(workers: int) -> None:
                     with suppress(psutil.NoSuchProcess):
                         process.kill()
             if time.monotonic() > end:
-                raise RuntimeError(f"the processes of the simulation do not start in {_START:g} s ({error})") from error
+                raise RuntimeError(f"processes of the simulation did not start in {_START:g} s ({error})") from error
     if threading.current_thread() is threading.main_thread() and handler is not None:
-        signal.signal(signal.SIGTERM, handler)  # Ray has put its own there
+        signal.signal(signal.SIGTERM, handler)  # Ray has set its own
 
 
 @contextmanager
 def _on_stop(over: Event) -> Iterator[None]:
-    "Set an event when a signal asks this process to stop: Flower waits for its server in any case."
+    "Set an event when a signal asks this process to stop: Flower would wait for its server."
     asked = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
     here = threading.current_thread() is threading.main_thread()
     before = {s: handler for s in asked if here and callable(handler := signal.getsignal(s))}
@@ -508,11 +508,11 @@ def _on_stop(over: Event) -> Iterator[None]:
 def simulate(
     main: Callable[[Grid], Any], # what the server does
     app: ClientApp, # what each node does
-    nodes: int, # how many; node k has the setting partition-id = k
-    workers: int | None = None, # processes that play the nodes; None is one for each core
+    nodes: int, # number of nodes; node k has the setting partition-id = k
+    workers: int | None = None, # processes that run the nodes; None is one per core
     gpus: float = 0.0, # share of a GPU for each process
 ) -> Any: # what `main` returns
-    "A server and its nodes on this machine, until the server is done."
+    "Run a server and its nodes on this machine, until the server is done."
     from flwr.simulation import run_simulation
 
     check_type(workers, int | None, "workers")
@@ -525,7 +525,7 @@ def simulate(
     level = log.level
     log.setLevel(logging.ERROR)
     try:
-        # The second is what ray will do by default, and warns about until then.
+        # The second is ray's future default; without it, ray warns.
         with _environment(RAY_USAGE_STATS_ENABLED="0", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0"):
             _start_ray(workers or cores())
             with _on_stop(over):
@@ -534,12 +534,12 @@ def simulate(
         if error.__cause__ is None:
             raise
         cause: BaseException = error
-        while cause.__cause__ is not None:  # Flower's own text has no word on it
+        while cause.__cause__ is not None:  # Flower's own message does not name it
             cause = cause.__cause__
         raise RuntimeError(f"the simulation failed: {type(cause).__name__}: {cause}") from error
     finally:
-        over.set()  # the server has a thread of its own, which would wait for answers that cannot come any more
+        over.set()  # otherwise the server's thread would wait for answers that cannot come any more
         log.setLevel(level)
     if not answers:
-        raise RuntimeError("the simulation ended before its server was done; the lines above may say why")
+        raise RuntimeError("the simulation ended before its server was done; see the lines above")
     return answers[0]

@@ -66,7 +66,7 @@ def test_sparsity_is_the_share_of_parameters(tensors):
 
 
 @pytest.mark.parametrize(("eta", "sizes", "message"), [
-    ([[0.1]], [1, 2], r"rows of eta must be of length 2, as sizes is, got \[1\]"),
+    ([[0.1]], [1, 2], r"rows of eta must be of length 2, the length of sizes, got \[1\]"),
     ([[0.1]], [0], "sum of sizes must be >= 1, got 0"),
     ([[]], [], "sum of sizes must be >= 1, got 0"),
 ])
@@ -116,13 +116,13 @@ def test_pictures_at_the_edge():
     assert plot_strategies(one, LAYERS, zero, "t").axes[1].get_xscale() == "linear"
     top, bottom = plot_sparsity(zero, LAYERS, one).axes
     assert [bar.get_width() for bar in bottom.patches] == [1.0, 1.0] and top.lines[0].get_ydata().tolist() == [1.0]
-    assert "hold no strategies" in plot_course([], LAYERS).axes[0].texts[0].get_text()
+    assert "no strategies were recorded" in plot_course([], LAYERS).axes[0].texts[0].get_text()
     course = plot_course([{"round": 1, "val_loss": None, "beta": [0.5], "eta": [0.1, 0.1]}], LAYERS)
     assert [[list(line.get_ydata()) for line in ax.lines] for ax in course.axes] == [[[0.5]], [[0.1], [0.1]]]
     losses = plot_learning({("m", 0): [{"round": 1, "val_loss": None}, {"round": 2, "val_loss": 1.0}]}).axes[0]
     assert losses.get_ylabel() == "validation loss" and losses.lines[0].get_ydata()[1] == 1.0 and losses.get_ylim()[0] == 0
     less = plot_learning({("m", 0): [{"round": 1, "val_loss": 1.0, "start_loss": 2.0}]}).axes[0]
-    assert "less untrained" in less.get_ylabel() and less.lines[0].get_ydata().tolist() == [-1.0]
+    assert "minus untrained" in less.get_ylabel() and less.lines[0].get_ydata().tolist() == [-1.0]
     assert "0 better, 1 the same, 1 worse" in plot_gains([Gain("a", "", {0: 0.0}, 1), Gain("b", "x", {0: -3.0}, 1)]).axes[0].get_xlabel()
     bars = plot_accuracy({"m": {"seen": [0.5, float("nan")]}, "n": {"unseen": [0.1]}, "nothing": {}}).axes[0].patches
     assert [bar.get_width() for bar in bars] == [0.5, 0.1]

@@ -124,7 +124,7 @@ def test_modes():
 def test_without_running_statistics_a_layer_stays(training, capsys):
     plain = nn.Sequential(nn.BatchNorm2d(2, track_running_stats=False), nn.BatchNorm2d(2)).train(training)
     mixed = mix_bn(plain, beta=float(training))
-    assert capsys.readouterr().err == "mix_bn: 1 batch-norm layers mix, 1 without running statistics stay\n"
+    assert capsys.readouterr().err == "mix_bn: 1 batch-norm layers mix; 1 without running statistics are left as they are\n"
     assert list(bn_layers(mixed)) == ["1"]
     close(mixed(x := images()), plain(x))
 
@@ -379,7 +379,7 @@ def test_a_single_layer_and_twice_the_same():
 
 def test_a_plain_model_is_not_taken_for_a_mixing_one():
     plain = net()
-    message = "model has batch norms that cannot mix: 1, 3.1; convert it by mix_bn first"
+    message = "model has batch norms that cannot mix: 1, 3.1; convert it with mix_bn first"
     for act in (lambda: set_beta(plain, 0.5), lambda: beta_buffers(plain, 0.5)):
         with pytest.raises(ValueError, match=message):
             act()

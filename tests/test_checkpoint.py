@@ -41,7 +41,7 @@ def test_settings_that_an_old_file_does_not_know_have_their_defaults(tmp_path):
     path = tmp_path / "c.safetensors"
     save_checkpoint(path, {"lr": 0.1}, {"w": torch.ones(2)}, {})
     assert load_checkpoint(path, {"lr": 0.1, "keep": "lowest"}, lambda old: {"keep": "lowest", **old}) is not None
-    with pytest.raises(ValueError, match="other settings: keep was 'lowest' and is 'paired'; go on with the old ones, or choose another folder"):
+    with pytest.raises(ValueError, match="other settings: keep was 'lowest' and is 'paired'; use those settings, or choose another folder"):
         load_checkpoint(path, {"lr": 0.1, "keep": "paired"}, lambda old: {"keep": "lowest", **old})
 
 

@@ -21,7 +21,7 @@ from fedl2p.core import Table, markdown
     (["--limit", "0"], "limit must be > 0 or None, got 0.0"),
     (["--pretraining-rounds", "0"], "pretraining_rounds must be >= 1, got 0"),
     (["--rounds", "0"], "rounds must be >= 1, got 0"),
-    (["--device", "tpu"], "device must be one of auto, ... here, got 'tpu'"),
+    (["--device", "tpu"], "device must be one of auto, ... on this machine, got 'tpu'"),
     (["--fraction", "2"], "fraction must be in (0, 1], got 2.0"),
     (["--lr", "0"], "lr must be > 0 and finite, got 0.0"),
 ])
@@ -49,6 +49,14 @@ def test_help_explains_every_option(capsys):
     for option in ("--seeds", "--rounds", "--alpha", "--device", "--out", "--workers", "--estimator"):
         assert option in said
     assert main(["--version"]) == 0
+
+
+@pytest.mark.parametrize("command, text", [("demo", "passes of fine-tuning"), ("personalize", "policy file, written by"),
+                                           ("table", "scale of our results"), ("report", "folder for the page")])
+def test_help_shows_the_comment_after_each_parameter(command, text, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert text in " ".join(capsys.readouterr().out.replace("│", " ").split())
 
 
 def test_lines_for_a_log(capsys):

@@ -80,7 +80,7 @@ def test_clients_too_far_apart_for_any_similarity_are_said(monkeypatch):
         raise np.linalg.LinAlgError("SVD did not converge")
 
     monkeypatch.setattr("sklearn.cluster.SpectralClustering.fit_predict", give_up)
-    assert cluster(torch.tensor([[0.0], [1e3], [2e3]]), list("aab")).why == "clients are too far apart to be similar to anybody"
+    assert cluster(torch.tensor([[0.0], [1e3], [2e3]]), list("aab")).why == "clients are too far apart to be similar to each other"
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

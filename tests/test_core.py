@@ -48,7 +48,7 @@ def test_devices():
 
 
 def test_wrong_devices_and_those_of_models():
-    with pytest.raises(ValueError, match=r"^device must be one of auto, .*cpu here, got 'tpu'$"):
+    with pytest.raises(ValueError, match=r"^device must be one of auto, .*cpu on this machine, got 'tpu'$"):
         pick_device("tpu")
     assert device_of(nn.Linear(1, 1, device="meta")).type == "meta" and torch.__version__.startswith(versions()["torch"])
 
@@ -93,7 +93,7 @@ def saved(model, tmp_path):
 def test_truncated_files(saved, model, keep):
     data = saved[1].read_bytes()
     saved[1].write_bytes(data[: int(keep * len(data)) if isinstance(keep, float) else keep])
-    with pytest.raises(ValueError, match="is not a whole safetensors file"):
+    with pytest.raises(ValueError, match="is not a complete safetensors file"):
         MetaNets.load(saved[1], model)
 
 
@@ -101,7 +101,7 @@ def test_files_of_something_else(model, tmp_path):
     text, tensors = tmp_path / "notes.txt", tmp_path / "model.safetensors"
     text.write_text("dear diary, today I pretrained a network, and tomorrow I shall personalize it")
     save_file(dict(model.state_dict()), tensors)
-    with pytest.raises(ValueError, match="is not a whole safetensors file"):
+    with pytest.raises(ValueError, match="is not a complete safetensors file"):
         MetaNets.load(text, model)
     with pytest.raises(ValueError, match=f"format of {tensors} must be 'fedl2p metanets 1', got None"):
         MetaNets.load(tensors, model)

@@ -94,7 +94,7 @@ def test_ctrl_c_says_how_to_go_on_and_leaves_no_process(tmp_path):
     os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to the workers, too
     said, log = process.communicate(timeout=60)
     assert process.returncode == 130, log
-    assert "the same command goes on from there" in log and "Traceback" not in log
+    assert "the same command resumes from there" in log and "Traceback" not in log
     assert_ends(process.pid)
 
 

@@ -235,7 +235,7 @@ def test_augmented_finetuning_depends_on_its_generator_only():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_refused_before_anything_starts(client, dtype):  # A8
     model = mix_bn(small_cnn(width=4), verbose=False).to(dtype)
-    with pytest.raises(ValueError, match=rf"^parameters must be float32 or float64, since smaller steps are lost in rounding, got {dtype} \('conv1.weight'\); use model.float\(\)$"):
+    with pytest.raises(ValueError, match=rf"^parameters must be float32 or float64, since lower precision loses small steps, got {dtype} \('conv1.weight'\); use model.float\(\)$"):
         finetune(model, bn_c(model, 0.1), client.train)
     finetune(model.double(), bn_c(model, 0.1), Data(client.train.x.double(), client.train.y), Tuning(epochs=1))
 

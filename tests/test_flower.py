@@ -99,7 +99,7 @@ def test_a_node_that_does_not_say_who_it_is(here, spoil):
     with pytest.warns(RuntimeWarning, match="node 100 is left out"):
         assert len(nodes.clients(5)) == 4
     assert len(nodes.clients(5)) == 4 and len(grid.log) == 1  # it is not asked again
-    with pytest.raises(RuntimeError, match="no node said who it is in 0.1 s; 0 were asked"):
+    with pytest.raises(RuntimeError, match="no node gave its name in 0.1 s; 0 were asked"):
         Nodes(Here(here.app, 0)).clients(1, 0.1)
 
 
@@ -262,7 +262,7 @@ def test_a_server_that_starts_again_without_a_node_goes_on(here, tmp_path):
     clients = again.clients(5, 0.1, path)
     resumed = fit(again, clients, folder=tmp_path)
     lost = seen()[4].id
-    assert resumed.history[2]["failed"] == {lost: "its node is not there"} and len(resumed.history) == 4
+    assert resumed.history[2]["failed"] == {lost: "its node is offline"} and len(resumed.history) == 4
     assert same(resumed.last_state, fit(without({(lost, 3)}), seen()).last_state)
 
 
@@ -317,7 +317,7 @@ def test_differential_privacy_of_a_client_that_does_not_move(here):
     grid.kind, grid.spoil = "train", lambda c: c["arrays"].update({name: Array(t.numpy()) for name, t in start.items()})
     nodes = Nodes(grid, privacy=Privacy(1.0, 1e-3))
     history = fit(nodes, nodes.clients(5), replace(QUICK, rounds=1)).history
-    assert history[0]["failed"] == {seen()[0].id: "sent back what it got"}
+    assert history[0]["failed"] == {seen()[0].id: "sent back what it was given"}
 
 
 def test_noise_on_the_nodes(tmp_path):
@@ -411,7 +411,7 @@ def test_a_node_that_never_answers_is_named_with_its_reason(here):
         assert len(nodes.clients(5, wait=0.1)) == 4
     alone = Slow(here.app, 1)
     alone.misses = 10**9
-    with pytest.raises(RuntimeError, match="no node said who it is in 0.1 s; 1 were asked; the first: (busy|did not answer)"):
+    with pytest.raises(RuntimeError, match="no node gave its name in 0.1 s; 1 were asked; the first: (busy|did not answer)"):
         Nodes(alone).clients(1, 0.1)
 
 
@@ -427,7 +427,7 @@ def test_a_server_cannot_look_around_on_a_node(here, tmp_path):
     secret.write_bytes(b"x")
     asked = {"work": "learn", "settings": "{}", "round": 1}
     answers = [here.deliver(Message(RecordDict({"arrays": ArrayRecord(), "config": ConfigRecord({**asked, "model": name})}), 100, "train")).error.reason for name in (str(secret.with_suffix("")), str(tmp_path / "nowhere"))]
-    assert all(reason.endswith("that is no name of a model") for reason in answers)
+    assert all(reason.endswith("this is not the name of a model") for reason in answers)
 
 
 def test_a_node_keeps_a_few_models_only(tmp_path):
@@ -477,7 +477,7 @@ def test_two_nodes_with_one_name(here):
 
 
 def test_fewer_nodes_than_asked_for_is_said(here):
-    with pytest.warns(RuntimeWarning, match="5 clients take part, of the 7 that were asked for"):
+    with pytest.warns(RuntimeWarning, match="5 of 7 clients take part"):
         assert len(Nodes(here).clients(7, wait=0.1)) == 5
 
 

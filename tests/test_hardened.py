@@ -138,7 +138,7 @@ def test_small_files_take_no_large_memory(tmp_path):
 def test_a_large_json_file_is_not_read(tmp_path, monkeypatch):
     (tmp_path / "a.json").write_text("[1, 2, 3]")
     monkeypatch.setattr(core, "_JSON_BYTES", 5)
-    with pytest.raises(ValueError, match="a.json is damaged .file must be a regular one"):
+    with pytest.raises(ValueError, match="a.json is damaged .file must be a regular file of at most 64 MB"):
         read_json(tmp_path / "a.json")
 
 
@@ -238,9 +238,9 @@ def test_types_all_the_way_down():
 def test_a_second_run_in_a_folder_says_so_and_stops(tmp_path, capsys):
     with claimed(tmp_path / "out"):
         assert main(["demo", "--out", str(tmp_path / "out"), "--seeds", "0"]) == 1
-    assert f"another run works in {tmp_path / 'out'}; wait for its end, or choose another folder" in capsys.readouterr().err
+    assert f"another run is using {tmp_path / 'out'}; wait until it ends or choose another folder" in capsys.readouterr().err
     assert not list((tmp_path / "out").iterdir())
-    with claimed(tmp_path), pytest.raises(RuntimeError, match="another run works in"):
+    with claimed(tmp_path), pytest.raises(RuntimeError, match="another run is using"):
         FedL2P(network()).fit(seen(), tmp_path, Runner(0))
 
 
@@ -270,7 +270,7 @@ def test_other_signals_end_as_ctrl_c_does(sign, tmp_path):
     os.kill(process.pid, sign)
     said = process.communicate(timeout=300)[1]
     assert process.returncode == 128 + sign, said
-    assert "stopped; what is done is kept, and the same command goes on from there" in said and "Traceback" not in said and "leaked" not in said
+    assert "stopped; finished work is kept, and the same command resumes from there" in said and "Traceback" not in said and "leaked" not in said
     end = time.monotonic() + 300
     while alive(process.pid) and time.monotonic() < end:
         time.sleep(0.1)
@@ -367,7 +367,7 @@ def test_a_clock_that_jumps_changes_no_wait(monkeypatch):
             return []
 
     start = time.monotonic()
-    with pytest.raises(RuntimeError, match="no node said who it is in 0.3 s; 0 were asked"):
+    with pytest.raises(RuntimeError, match="no node gave its name in 0.3 s; 0 were asked"):
         flower.Nodes(Nobody()).clients(1, 0.3)
     assert time.monotonic() - start >= 0.3
 
@@ -383,6 +383,6 @@ def test_what_is_left_out_of_a_report_is_listed(tmp_path):
         (home / f"{method}-seed0.json").write_text(json.dumps({**CELL, "rounds": [], "method": method, **change}))
     with pytest.warns(RuntimeWarning, match="fedl2p-seed0.json is damaged"):
         text = write_report([tmp_path]).read_text()
-    assert "fedl2p-seed0.json is damaged (clients[0].client must be there)" in text and "ft-c-seed0.json is damaged (seed must be a whole number, got None)" in text
+    assert "fedl2p-seed0.json is damaged (clients[0].client is missing)" in text and "ft-c-seed0.json is damaged (seed must be a whole number, got None)" in text
     assert "<script" not in text and "no fine-tuning" in text
     shutil.rmtree(tmp_path / "report")

@@ -71,14 +71,14 @@ def test_random_transforms_are_repeatable_and_leave_the_random_state_alone():
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        (DataLoader(TensorDataset(X, Y)), "of a DataLoader give its dataset"),
+        (DataLoader(TensorDataset(X, Y)), "pass the dataset of a DataLoader"),
         (Stream(), "read a stream first"),
         (TensorDataset(X, Y.float() + 0.5).tensors, "labels must be whole numbers"),
         ({"x": X, "why": Y}, "columns with labels must be y or label"),
         ((X, Y[:3]), "number of labels must be 12"),
         ((X.to(torch.uint8), Y), "lambda x: x.float\\(\\) / 255"),
         ((X[:0], Y[:0]), "number of samples must be >= 1"),
-        (([torch.rand(2), torch.rand(3)], [0, 1]), "samples must have one shape"),
+        (([torch.rand(2), torch.rand(3)], [0, 1]), "samples must have the same shape"),
         (["x", "y", "z"], "pairs of sample and label"),
         ((X, ["cat"] * 12), "labels must be whole numbers"),
     ],

@@ -108,7 +108,7 @@ def test_a_study_with_its_frozen_and_identical_clients(tmp_path):
 
 def test_one_client_a_domain_is_said(tmp_path):
     cell(tmp_path, "fedl2p", learned(n=2), layers=LAYERS)
-    assert "each domain has one client only" in write_report([tmp_path]).read_text()
+    assert "each domain has only one client" in write_report([tmp_path]).read_text()
 
 
 def test_a_part_of_a_study_is_a_folder_too(tmp_path):
@@ -466,4 +466,4 @@ def test_a_folder_by_fit_shows_gains_recommendations_and_rounds(tmp_path, capsys
     with pytest.raises(ValueError, match="ours holds trials of a fit that has not come further: call fit with this folder again"):
         cases(tmp_path / "ours")
     (tmp_path / "paper" / "checkpoint.safetensors").write_bytes(b"{")
-    assert main(["report", str(tmp_path / "paper")]) == 1 and "is not a whole safetensors file" in capsys.readouterr().err
+    assert main(["report", str(tmp_path / "paper")]) == 1 and "is not a complete safetensors file" in capsys.readouterr().err

@@ -190,7 +190,7 @@ def test_missing_data_leave_out_a_data_set_only(world, tmp_path, capsys):
     (["cifar10", "--amp", "True", "--device", "cpu"], "device must be cuda if amp is on, got 'cpu'"),
     (["cifar10", "--alpha", "-1"], "alpha must be > 0, got -1.0"),
     (["cifar10", "--epochs", "0"], "epochs must be >= 1, got 0"),
-    (["cifar10", "--device", "tpu"], "device must be one of auto, ... here, got 'tpu'"),
+    (["cifar10", "--device", "tpu"], "device must be one of auto, ... on this machine, got 'tpu'"),
 ])
 def test_wrong_words_are_explained(args, words, tmp_path, capsys):
     try:

@@ -279,7 +279,7 @@ def test_files_of_other_models_and_policies_are_refused(model, tmp_path):
     with pytest.raises(ValueError, match="format of .* must be 'fedl2p selector 1'"):
         Selector.load(path, model)
     path.write_bytes(b"oops")
-    with pytest.raises(ValueError, match="is not a whole safetensors file"):
+    with pytest.raises(ValueError, match="is not a complete safetensors file"):
         Selector.load(path, model)
     with pytest.raises(FileNotFoundError):
         Selector.load(tmp_path / "nothing", model)

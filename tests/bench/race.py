@@ -118,8 +118,8 @@ def report(folder: Path) -> None:
         n = len(kept["tables"])
         print(f"| {condition.stem} | {n} | {100 * equal / n:.0f}% ({100 * close / n:.0f}%) "
               f"| {100 * statistics.mean(again):.0f}% | {statistics.mean(regret):.4f} | {kept['ratio']:.2f} |")
-    print("\nWhat the race missed, of all candidates:\n")
-    print("\n".join(missed))
+    print("\n<details><summary>What the race missed, of all candidates</summary>\n")
+    print("\n".join(missed) + "\n\n</details>")
 
 
 def main() -> None:
