@@ -51,7 +51,7 @@ def _step_seconds(model: nn.Module, config: Config, client: Client) -> float:
 def in_words(
     seconds: float,
 ) -> str: # "about 12 minutes"
-    "A time, roughly."
+    "A time in words, rounded."
     if seconds < 90:
         return "about a second" if seconds < 1.5 else f"about {round(seconds)} seconds"
     return f"about {seconds / 60:.0f} minutes" if seconds < 90 * 60 else f"about {seconds / 3600:.1f} hours"
@@ -62,8 +62,8 @@ def estimate(
     config: Config,
     clients: Sequence[Client],
     runner: Runner, # who does the clients' work
-) -> str: # a sentence; empty if the first client's work fails, which learning will tell
-    "What learning will cost."
+) -> str: # a sentence; empty if the first client's work fails, which learning will report
+    "How long learning will take."
     by_size = Counter((len(c.train), len(c.val)) for c in clients)
     if not clients or min(min(size) for size in by_size) == 0:
         return ""
@@ -81,11 +81,11 @@ def estimate(
 # %% ../nbs/library/worth.ipynb #840ab247
 def trial_record(
     state: State, # of a selector
-    clients: Sequence[Client], # with what they kept from their trials
+    clients: Sequence[Client], # with the results of their trials
     tried: Sequence[object], # the candidates
     found: Json, # of `learn_to_choose`
-) -> Json: # found, with losses; a client of another machine keeps its losses to itself
-    "What trials found, in plain numbers."
+) -> Json: # `found`, with mean losses unless a client on another machine keeps its losses to itself
+    "The results of the trials, as plain numbers."
     common = int(state["common"].argmax())
     record = {**found, "common": str(tried[common]), "clients": len(clients)}
     kept = [c.kept["losses"] for c in clients if "losses" in c.kept]
@@ -100,7 +100,7 @@ def trial_record(
 
 
 def _mean(values: Sequence[float]) -> tuple[float, float]:
-    "Mean and its standard error, 0 for one value."
+    "Mean and its standard error, which is 0 for one value."
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
     return statistics.mean(values), error
 
@@ -124,8 +124,8 @@ def gained(
     lower = f"{found['gain']:.3f} ± {found['error']:.3f}"
     rows.append(["policy", loss, lower if found["looks"] else "0"])
     measured = f"it lowers the loss by {lower} on clients that it had not learned from"
-    tried = (f"Nothing was gained by looking at clients ({measured})" if found["error"] else
-             f"No gain by looking at clients was measured, which takes {ENOUGH} of them, and something to look at")
+    tried = (f"Looking at clients does not help ({measured})" if found["error"] else
+             f"Whether looking at clients helps was not measured (this needs {ENOUGH} clients, and looks_at)")
     said = (f"The policy looks at each client: {measured}." if found["looks"] else
             f"{tried}: all get the common strategy, {common}.")
     return Table(head, rows, 1, [f"Means over {found['clients']} seen clients, on samples that were held back; "
@@ -139,16 +139,16 @@ def _refined(history: Sequence[Json]) -> list[str]:
     last = history[-1]
     kept = "are kept" if last["refined"] else "are not kept"
     lower = f"by {last['gain']:.3f} ± {last['error']:.3f}"
-    return [f"Hypergradients changed the validation loss {lower} over {len(history) - 1} rounds; they {kept}."]
+    return [f"Rounds of hypergradients ({len(history) - 1}) lowered the validation loss {lower}; their changes {kept}."]
 
 
-HARDLY = 0.01, 1.05  # a change of beta, and a factor of eta, below which nothing was learned
+HARDLY = 0.01, 1.05  # change of beta, and factor of eta, below which we say that almost nothing was learned
 
 
 def moved(
     history: Sequence[Json], # rounds of hypergradients
-) -> tuple[float, float]: # largest change of beta, and largest factor of eta, of means over a round's clients
-    "How far strategies went, from the first round to the last."
+) -> tuple[float, float]: # largest change of beta and largest factor of eta, of the means over a round's clients
+    "How much strategies changed from the first round to the last."
     rounds = [r for r in history if "eta" in r]
     if len(rounds) < 2:
         return 0.0, 1.0
@@ -167,9 +167,9 @@ def _course(history: Sequence[Json]) -> tuple[list[list[str]], int, list[str]]:
             (("validation loss", "val_loss"), ("the same clients, untrained", "start_loss")) if key in known[0]]
     share, factor = moved(known)
     hardly = share < HARDLY[0] and factor < HARDLY[1]
-    said = f"From first to last round β moved by at most {share:.2g}, η by a factor of at most {factor:.3g}"
-    advice = ": nothing to speak of was learned. Try Config(), which learns from trials, or larger meta_lr_*."
-    return rows, 1, [said + (advice if hardly else "."), "Each round has other clients, unless fraction is 1."]
+    said = f"From the first round to the last, β moved by at most {share:.2g}, η by a factor of at most {factor:.3g}"
+    advice = ": almost nothing was learned. Try Config(), which learns from trials, or larger meta_lr_*."
+    return rows, 1, [said + (advice if hardly else "."), "Unless fraction is 1, each round has different clients."]
 
 # %% ../nbs/library/worth.ipynb #311195f6
 @torch.no_grad()
@@ -179,9 +179,9 @@ def personal_outputs(
     train: Data, # samples to fine-tune on
     test: Data, # samples to predict
     config: Config,
-    id: str, # name of the client, key of its random numbers
-) -> Tensor: # [N, classes], not a number if it diverged
-    "What a model says after fine-tuning for a client."
+    id: str, # name of the client, which seeds its random numbers
+) -> Tensor: # [N, classes]; NaN if it diverged
+    "Outputs of a model after fine-tuning for a client."
     try:
         with torch.enable_grad():
             tuned = finetune(model, strategy, train, config.tuning, generator(config.seed, "personalize", id))
@@ -197,8 +197,8 @@ def constant_client(
     state: State, # lambda
     client: Client,
     number: int = 0, # not used
-) -> str: # why a client's personalized model is of no use; empty if it may be
-    "Whether a personalized model gives one answer to everything."
+) -> str: # why the client's personalized model is of no use; empty if nothing is wrong
+    "Whether a personalized model diverges, or predicts one class for all samples."
     client = client.to(device_of(model))
     data = client.samples(config.personalize_on)
     known = personal_profile(model, config, data, client.id)
@@ -208,7 +208,7 @@ def constant_client(
     if not out.isfinite().all():
         return f"client {client.id!r}: fine-tuning diverges under the strategy that the policy gives it"
     most = torch.bincount(data.y).max().item() / len(data)
-    if len(out.argmax(1).unique()) > 1 or most > 0.8:  # with nearly one label, one answer is right
+    if len(out.argmax(1).unique()) > 1 or most > 0.8:  # if nearly all labels are equal, one prediction for all is right
         return ""
     return f"client {client.id!r}: the personalized model predicts class {int(out[0].argmax())} for all of its samples"
 
@@ -220,8 +220,8 @@ def look_at_some(
     clients: Sequence[Client],
     runner: Runner, # who does the clients' work
     n: int = 3, # how many clients
-) -> list[str]: # what is wrong with them
-    "Look at the predictions of some clients after learning."
+) -> list[str]: # what is wrong with them, in words
+    "Check the predictions of some clients after learning."
     some = sorted(clients, key=lambda c: c.id)[:: max(1, len(clients) // n)][:n]
     tasks = [Task(constant_client, model, config, state, client) for client in some]
     return [outcome.value for outcome in runner.run_all(tasks) if outcome.value]
@@ -233,9 +233,9 @@ def announce(
     clients: Sequence[Client],
     runner: Runner, # who does the clients' work
 ) -> None:
-    "Say what learning will cost, and what it cannot learn."
+    "Print how long learning will take, and what it cannot learn."
     if not bn_layers(model):
-        log("the model has no batch norms with running statistics: learning rates are all that can be learned")
+        log("the model has no batch norms with running statistics, so only learning rates can be learned")
     if cost := estimate(model, config, clients, runner):
         log(cost)
 
@@ -248,7 +248,7 @@ def conclude(
     clients: Sequence[Client],
     runner: Runner, # who does the clients' work
 ) -> None:
-    "Say what learning gained, and warn of models that are of no use."
+    "Print what learning gained, and warn of models that are of no use."
     log(markdown(summary))
     if runner.transport is None:
         for fault in look_at_some(model, config, state, clients, runner):
@@ -261,19 +261,19 @@ PLAIN: dict[str, Callable[[nn.Module, float], Strategy]] = {
 
 
 def accuracy_metric(outputs: Tensor, labels: Tensor) -> float:
-    "Percent of right answers."
+    "Percentage of right answers."
     return 100 * (outputs.argmax(1) == labels).double().mean().item()
 
 
 class Comparison(NamedTuple):
-    "A policy beside plain fine-tuning."
+    "A policy compared with plain fine-tuning."
 
-    scores: dict[str, dict[str, float]] # method -> client -> its number
+    scores: dict[str, dict[str, float]] # method -> client -> score
     rates: dict[str, float] # method -> the rate that it chose
-    title: str = "accuracy (%)" # of the numbers
+    title: str = "accuracy (%)" # name of the score
 
     def gain(self, method: str, base: str) -> tuple[float, float]:
-        "Mean over clients of one method less another, and its standard error."
+        "Mean over clients of the difference between two methods, and its standard error."
         return _mean([self.scores[method][id] - self.scores[base][id] for id in self.scores[method]])
 
     @property
@@ -298,7 +298,7 @@ class Comparison(NamedTuple):
 
 # %% ../nbs/library/worth.ipynb #969e9334
 class _Wanted(NamedTuple):
-    "What clients compare."
+    "What each client needs for the comparison."
 
     state: State # lambda
     strategies: dict[str, Strategy] # plain ones, by name
@@ -329,17 +329,17 @@ def compare_clients(
     config: Config,
     state: State, # lambda
     clients: Sequence[Client],
-    rates: Sequence[float] = (0.1, 0.01, 0.001), # from which each plain method chooses
+    rates: Sequence[float] = (0.1, 0.01, 0.001), # each plain method chooses one of them
     metric: Metric = accuracy_metric, # of outputs and labels
-    title: str = "accuracy (%)", # of the metric
+    title: str = "accuracy (%)", # name of the metric
     runner: Runner = Runner(),  # noqa: B008, frozen; who does the clients' work
 ) -> Comparison:
-    "A policy and plain fine-tuning on the same clients."
+    "Compare a policy with plain fine-tuning on the same clients."
     require(len(clients) > 0, "number of clients", ">= 1", 0)
     require(len(rates) > 0, "number of rates", ">= 1", 0)
     tried = {f"{name} {lr}": make(model, lr) for name, make in PLAIN.items() for lr in rates}
     found = score_all(_choose_client, model, config, _Wanted(state, tried, metric), clients, runner, "choosing rates")
-    # A client on which a rate diverges counts as twice the loss of the worst other: one such client is no veto.
+    # Where a rate diverges, count twice the worst finite loss, so that one client cannot rule out a rate.
     finite = [loss for row in found for loss in row.values() if math.isfinite(loss)]
     worst = 2 * max(finite, default=1.0)
     mean = {key: statistics.mean(min(row[key], worst) if row[key] == row[key] else worst for row in found)

@@ -129,7 +129,7 @@ def test_cifar10_more_than_there_is(cifar, options, words):
 
 
 def test_cifar10_missing_says_what_to_put_where(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"cifar-10-batches-bin is not there; download=True .*cifar-10-binary.tar.gz in"):
+    with pytest.raises(FileNotFoundError, match=r"cifar-10-batches-bin does not exist; pass download=True .*cifar-10-binary.tar.gz in"):
         cifar10(tmp_path, download=False)
 
 
@@ -251,11 +251,11 @@ def test_cifar10c_size(cifarc):
 
 
 def test_cifar10c_faults(cifarc, tmp_path):
-    with pytest.raises(FileNotFoundError, match="frost.npy is not there; .* must hold the files of https://zenodo.org"):
+    with pytest.raises(FileNotFoundError, match="frost.npy does not exist; .* must hold the files of https://zenodo.org"):
         cifar10c(cifarc, download=False, corruptions=["frost"])
     with pytest.raises(ValueError, match="severity must be one of 1, 2, 3, 4, 5, got 0"):
         cifar10c(cifarc, severity=0, download=False)
-    with pytest.raises(FileNotFoundError, match="CIFAR-10-C is not there; download=True"):
+    with pytest.raises(FileNotFoundError, match="CIFAR-10-C does not exist; pass download=True"):
         cifar10c(tmp_path / "other", download=False)
     fog = cifarc / "CIFAR-10-C" / "fog.npy"
     fog.write_bytes(fog.read_bytes()[:-100_000])
@@ -397,7 +397,7 @@ def test_malicious_pickle_is_refused_and_not_run(fedbn, where):
              "object scalar": (["a"], [Evil(scalar, (np.dtype("O"), inner))])}[where]
     (fedbn / "DomainNet" / "real_train.pkl").write_bytes(pickle.dumps(thing))
     words = "values do not fit its shape" if where == "object scalar" else f"it wants to call '{os.mkdir.__module__}.mkdir'"
-    with pytest.raises(ValueError, match=f"real_train.pkl is no list of files and labels: .*{words}"):
+    with pytest.raises(ValueError, match=f"real_train.pkl is not a list of files and labels: .*{words}"):
         domainnet(fedbn, 2, pixels=8)
     assert not mark.exists()
 
@@ -407,7 +407,7 @@ def test_malicious_pickle_is_refused_and_not_run(fedbn, where):
     ("/etc/passwd", "bird", "real_train.pkl: file must be a path inside .*DomainNet, got '/etc/passwd'"),
     ("DomainNet/../../x.png", "bird", "real_train.pkl: file must be a path inside .*DomainNet, got 'DomainNet/../../x.png'"),
     ("DomainNet/real/bird/0.png", "horse", "label of 'DomainNet/real/bird/0.png' must be one of bird, .*, got 'horse'"),
-    ("DomainNet/real/bird/gone.png", "bird", "gone.png is not there, but"),
+    ("DomainNet/real/bird/gone.png", "bird", "gone.png does not exist, but"),
 ])
 def test_lists_with_odd_entries(fedbn, name, label, words):
     (fedbn / "DomainNet" / "real_train.pkl").write_bytes(pickle.dumps(([name], [label])))
@@ -483,20 +483,20 @@ def test_damaged_wav_is_named(sounds):
     path = sounds / "SpeechCommands" / "speech_commands_v0.02" / "go" / "ann_nohash_1.wav"
     for raw in (b"", b"RIFF", b"not a wav file at all"):
         path.write_bytes(raw)
-        with pytest.raises(ValueError, match="ann_nohash_1.wav is damaged or no wav file"):
+        with pytest.raises(ValueError, match="ann_nohash_1.wav is damaged or not a wav file"):
             speech(sounds, 1, 0, download=False)
 
 
 def test_speech_missing_files(sounds, tmp_path):
     folder = sounds / "SpeechCommands" / "speech_commands_v0.02"
-    with pytest.raises(FileNotFoundError, match="speech_commands_v0.02 is not there; download=True"):
+    with pytest.raises(FileNotFoundError, match="speech_commands_v0.02 does not exist; pass download=True"):
         speech(tmp_path / "nowhere", download=False)
     for path in (folder / "_background_noise_").iterdir():
         path.unlink()
     with pytest.raises(FileNotFoundError, match="_background_noise_ has no recordings"):
         speech(sounds, 1, 0, download=False)
     (folder / "testing_list.txt").unlink()
-    with pytest.raises(FileNotFoundError, match="testing_list.txt is not there; .* must hold Speech Commands v0.02"):
+    with pytest.raises(FileNotFoundError, match="testing_list.txt does not exist; .* must hold Speech Commands v0.02"):
         speech(sounds, 1, 0, download=False)
 
 

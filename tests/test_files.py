@@ -48,7 +48,7 @@ def test_fetch_unpacks_the_archive_that_it_knows_and_no_other(tmp_path):
     fetch("file:///nowhere/a.tar", archive(good), good, good / "a.txt", True)
     assert os.listdir(good) == ["a.txt"]
     archive(bad)
-    with pytest.raises(FileNotFoundError, match="a.txt is not there, and file:///nowhere/a.tar could not be downloaded"):
+    with pytest.raises(FileNotFoundError, match="a.txt does not exist, and file:///nowhere/a.tar could not be downloaded"):
         fetch("file:///nowhere/a.tar", "0" * 32, bad, bad / "a.txt", True)
     assert os.listdir(bad) == ["a.tar"]
 
@@ -94,7 +94,7 @@ def test_load_npy_stays_on_disk_and_refuses_pickles(tmp_path):
     np.save(tmp_path / "a.npy", np.arange(6))
     assert isinstance(load_npy(tmp_path / "a.npy"), np.memmap)
     np.save(tmp_path / "b.npy", np.array([os.getcwd], object), allow_pickle=True)
-    with pytest.raises(ValueError, match="b.npy is damaged or no .npy file"):
+    with pytest.raises(ValueError, match="b.npy is damaged or not an .npy file"):
         load_npy(tmp_path / "b.npy")
 
 
@@ -158,7 +158,7 @@ def test_a_list_may_be_long(tmp_path):
 @pytest.mark.parametrize("protocol", range(6))
 @pytest.mark.parametrize("call", [(eval, ("1",)), (getattr, ("a", "b")), (np.load, ("x",)), (__import__, ("os",)), (os.system, ("true",)), (pickle.loads, (b"N.",))])
 def test_foreign_names_are_refused(tmp_path, call, protocol):
-    words = r"a.pkl is no list of files and labels: (STACK_)?GLOBAL at byte \d+: it wants to call '.*\.\w+', which no list of files needs"
+    words = r"a.pkl is not a list of files and labels: (STACK_)?GLOBAL at byte \d+: it wants to call '.*\.\w+', which no list of files needs"
     for thing in (Evil(*call), ([], [Evil(*call)])):
         with pytest.raises(ValueError, match=words):
             reads(tmp_path / "a.pkl", pickle.dumps(thing, protocol))
@@ -189,14 +189,14 @@ CALLS = {  # of names that arrays have, in ways in which arrays do not have them
 def test_no_call_is_made(tmp_path, call, protocol):
     evil = Evil(*CALLS[call])
     for thing in (evil, (evil, evil), (["a.jpg"], [evil])):
-        with pytest.raises(ValueError, match="a.pkl is no list of files and labels: "):
+        with pytest.raises(ValueError, match="a.pkl is not a list of files and labels: "):
             reads(tmp_path / "a.pkl", pickle.dumps(thing, protocol))
 
 
 def test_the_file_that_took_down_the_process(tmp_path):
     """66 bytes: `numpy.ndarray((1,), "O", b"AAAAAAAA")`, an object at an address of its choice."""
     raw = b"\x80\x03cnumpy\nndarray\nK\x01\x85X\x01\x00\x00\x00OC\x08AAAAAAAA\x87R."
-    with pytest.raises(ValueError, match=r"a.pkl is no list of files and labels: it has numpy.ndarray where a list, a tuple or an array of words should be"):
+    with pytest.raises(ValueError, match=r"a.pkl is not a list of files and labels: it has numpy.ndarray where a list, a tuple or an array of words should be"):
         reads(tmp_path / "a.pkl", raw)
     twice = b"\x80\x03(" + raw[2:-1] + raw[2:-1] + b"t."
     with pytest.raises(ValueError, match="it has numpy.ndarray where"):
@@ -205,7 +205,7 @@ def test_the_file_that_took_down_the_process(tmp_path):
 
 @pytest.mark.parametrize(("raw", "opcode"), [(b"]2.", "DUP"), (b"].", None), (b"}.", "EMPTY_DICT"), (b"G" + b"\0" * 8 + b".", "BINFLOAT"), (b"(cos\nsystem\no.", "GLOBAL"), (b"(ios\nsystem\n.", "INST"), (b"Pa\n.", "PERSID"), (b"\x82\x01.", "EXT1"), (b"\x97.", "NEXT_BUFFER"), (b"cnumpy\nndarray\n)\x81.", "NEWOBJ"), (b"h\x05.", "BINGET"), (b"R.", "REDUCE"), (b"NNR.", "REDUCE"), (b"b.", "BUILD"), (b"cnumpy\ndtype\n)b.", "BUILD"), (b"Na.", "APPEND"), (b"NNa.", "APPEND"), (b"e.", "APPENDS"), (b"\x87.", "TUPLE3"), (b"t.", "TUPLE"), (b"NN\x93.", "STACK_GLOBAL"), (b".", "STOP"), (b"cnumpy\ndtype\n)R)R.", "REDUCE")])
 def test_other_instructions_are_named(tmp_path, raw, opcode):
-    with pytest.raises(ValueError, match=f"a.pkl is no list of files and labels: {opcode + ' at byte' if opcode else 'not enough values'}"):
+    with pytest.raises(ValueError, match=f"a.pkl is not a list of files and labels: {opcode + ' at byte' if opcode else 'not enough values'}"):
         reads(tmp_path / "a.pkl", raw)
 
 
@@ -302,14 +302,14 @@ def test_half_a_list_is_named(tmp_path, kind):
     for protocol in range(6):
         raw = pickle.dumps((KINDS[kind](NAMES), KINDS[kind](LABELS)), protocol)
         for end in range(0, len(raw), 3):
-            with pytest.raises(ValueError, match="a.pkl is no list"):
+            with pytest.raises(ValueError, match="a.pkl is not a list"):
                 reads(tmp_path / "a.pkl", raw[:end])
 
 
 @given(st.binary(max_size=300))
 @settings(max_examples=300, deadline=None)
 def test_noise_is_no_list(tmp_path_factory, raw):
-    with pytest.raises(ValueError, match="a.pkl is no list"):
+    with pytest.raises(ValueError, match="a.pkl is not a list"):
         reads(tmp_path_factory.mktemp("noise") / "a.pkl", raw)
 
 
@@ -318,7 +318,7 @@ def test_lists_are_files(tmp_path):
     os.mkfifo(tmp_path / "a.pkl")
     (tmp_path / "b.pkl").symlink_to("/dev/zero")
     for name in ("a.pkl", "b.pkl", "c.pkl"):
-        with pytest.raises(ValueError, match=f"{name} is no list of files and labels: it must be a file of at most 64 MB"):
+        with pytest.raises(ValueError, match=f"{name} is not a list of files and labels: it must be a file of at most 64 MB"):
             read_list(tmp_path / name)
 
 
@@ -364,7 +364,7 @@ def test_other_formats_are_refused_whatever_their_name(tmp_path, format, monkeyp
     Image.new("RGB", (6, 6)).save(tmp_path / "a.x", format)
     (tmp_path / "a.x").rename(tmp_path / "x.png")
     monkeypatch.setattr(subprocess, "Popen", None)
-    with pytest.raises(ValueError, match=r"x.png cannot be read as an image \(cannot identify image file .*\); get it again"):
+    with pytest.raises(ValueError, match=r"x.png cannot be read as an image \(cannot identify image file .*\); download it again"):
         decode([tmp_path / "x.png"], 4, "")
 
 
@@ -411,5 +411,5 @@ def test_read_wav(tmp_path):
     with pytest.raises(ValueError, match=words):
         read_wav(path, 16_000)
     path.write_bytes(path.read_bytes()[:20])
-    with pytest.raises(ValueError, match="a.wav is damaged or no wav file"):
+    with pytest.raises(ValueError, match="a.wav is damaged or not a wav file"):
         read_wav(path, 8000)

@@ -110,7 +110,7 @@ def test_odd_checkpoints(tmp_path, rounds):
     with pytest.raises(ValueError, match="checkpoint.safetensors is damaged: .*rounds.*; delete the file to start from the beginning"):
         FedL2P(network(), config).fit(seen()[:2], tmp_path, Runner(0))
     save_tensors(path, {"now.x": torch.ones(1)}, header)
-    with pytest.raises(ValueError, match="holds other tensors than lambda has; delete the file"):
+    with pytest.raises(ValueError, match="does not hold the tensors of this lambda; delete it"):
         FedL2P(network(), config).fit(seen()[:2], tmp_path, Runner(0))
 
 
@@ -120,7 +120,7 @@ def test_a_checkpoint_of_pretraining_with_other_rounds(tmp_path):
     tensors, header = load_tensors(path, "fedl2p checkpoint 1")
     for info in ({"round": -1}, {"round": 7}, {}):
         save_tensors(path, tensors, {**header, "info": json.dumps(info)})
-        with pytest.raises(ValueError, match="p.safetensors does not fit model and rounds; delete it to start from the beginning"):
+        with pytest.raises(ValueError, match="p.safetensors does not fit the model and rounds; delete it to start from the beginning"):
             pretrain(small_cnn(width=4), seen()[:2], recipe, Runner(0), path)
     save_tensors(path, tensors, {**header, "info": '{"round": "x"}'})
     with pytest.raises(ValueError, match="round must be a whole number, got 'x'"):
@@ -149,10 +149,10 @@ def test_junk_for_weights_and_sounds(tmp_path):
         with pytest.raises(ValueError, match="junk.pt cannot be read as a state dict"):
             imagenet_resnet18(weights=junk)
     torch.save([1, 2], junk)
-    with pytest.raises(ValueError, match="junk.pt must be a state dict, names and tensors, got list"):
+    with pytest.raises(ValueError, match="junk.pt must hold a state dict of names and tensors, got list"):
         imagenet_resnet18(weights=junk)
     (tmp_path / "a.wav").write_bytes(b"RIFF")
-    with pytest.raises(ValueError, match=r"a.wav is damaged or no wav file \(.+\); get it again"):
+    with pytest.raises(ValueError, match=r"a.wav is damaged or not a wav file \(.+\); download it again"):
         read_wav(tmp_path / "a.wav", 16000)
 
 

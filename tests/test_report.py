@@ -102,7 +102,7 @@ def test_a_study_with_its_frozen_and_identical_clients(tmp_path):
     cell(tmp_path, "fedl2p", learned(eta=0.0), layers=LAYERS, rounds=[{"round": 1, "val_loss": None, "failed": {"c0": "x"}, "diverging": 0}])
     cell(tmp_path, "none", plain())
     text = write_report([tmp_path]).read_text()
-    assert "1.00 to 1.00" in text and "all clients have the same numbers" in text and "clients that failed in a round: 1" in text
+    assert "1.00 to 1.00" in text and "all clients have the same numbers" in text and "failures of clients: 1" in text
     assert "nan" not in re.sub(r"base64,[^\"]*", "", text)
 
 
@@ -132,7 +132,7 @@ def test_a_folder_of_an_older_demo_is_refused(tmp_path, capsys):
     for name in ("seed-0/l2p.json", "clients.jsonl", "config.json"):
         (tmp_path / name).write_text("{}\n")
     before = sorted(tmp_path.rglob("*"))
-    words = f"{tmp_path} holds no results but those of an older version of the demo: run it again"
+    words = f"{tmp_path} holds only results of an older version of the demo; run the demo again"
     with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
         cases(tmp_path)
     assert main(["report", str(tmp_path)]) == 1
@@ -333,11 +333,11 @@ def test_large_files_are_left_out(tmp_path, monkeypatch):
     size = max(path.stat().st_size for path in paths)
     large = cell(tmp_path, "large", plain(60))
     monkeypatch.setattr(report, "_FILE_BYTES", size)
-    with pytest.warns(RuntimeWarning, match="large-seed0.json is left out: it has more than"):
+    with pytest.warns(RuntimeWarning, match="large-seed0.json is left out: more than"):
         assert len(cases(tmp_path)[0].records) == 12
     large.unlink()
     monkeypatch.setattr(report, "_FOLDER_BYTES", 2 * size)
-    with pytest.warns(RuntimeWarning, match="plain-seed0.json is left out: .*with it all have more than"):
+    with pytest.warns(RuntimeWarning, match="plain-seed0.json is left out: .*or more than .* with the files before it"):
         assert len(cases(tmp_path)[0].records) == 8
 
 
@@ -458,12 +458,12 @@ def test_a_folder_by_fit_shows_gains_recommendations_and_rounds(tmp_path, capsys
     assert main(["report", str(tmp_path / "ours")]) == 0
     text = (tmp_path / "ours" / "report" / "report.html").read_text()
     assert all(f"<td>{c.id}</td><td>{policy.explain(c).words}</td>" in text for c in clients)
-    assert policy.gained.rows[1][0] in text and text.count("<img") == 2 and "3 rounds in all" in text
+    assert policy.gained.rows[1][0] in text and text.count("<img") == 2 and "3 rounds in total" in text
     text = write_report([tmp_path / "paper"]).read_text()
-    assert "From first to last round β moved" in text and "ask `policy.explain(client)`" in text and text.count("<img") == 2
+    assert "From the first round to the last, β moved" in text and "ask `policy.explain(client)`" in text and text.count("<img") == 2
     assert write_report([tmp_path / "ours", tmp_path / "paper"], tmp_path / "both").read_text().count("<img") == 4
     (tmp_path / "ours" / "checkpoint.safetensors").unlink()
-    with pytest.raises(ValueError, match="ours holds trials of a fit that has not come further: call fit with this folder again"):
+    with pytest.raises(ValueError, match="ours holds only the trials of an unfinished fit; call fit with this folder again to continue"):
         cases(tmp_path / "ours")
     (tmp_path / "paper" / "checkpoint.safetensors").write_bytes(b"{")
     assert main(["report", str(tmp_path / "paper")]) == 1 and "is not a complete safetensors file" in capsys.readouterr().err

@@ -165,7 +165,7 @@ def test_an_endless_client_is_late_and_the_others_are_not(tmp_path):
     start = time.monotonic()
     outcomes = list(Runner(2, limit=2).run_all([Task(endless, None, tmp_path, None, None, n) for n in range(7)]))
     assert time.monotonic() - start < 30
-    late = Outcome(None, Failure("late", "took longer than 2 s, the limit"))
+    late = Outcome(None, Failure("late", "took longer than the limit of 2 s"))
     assert outcomes == [Outcome(0), late, late, *map(Outcome, range(3, 7))]
     assert not any(running((tmp_path / name).read_text()) for name in "12")
 

@@ -101,7 +101,7 @@ assert torch.allclose(torch.export.load("mine.pt2").module()(x), out, atol=1e-5)
 
 
 def test_wrong_files_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="end of path must be one of .safetensors, .pt, .pt2, .onnx"):
+    with pytest.raises(ValueError, match="suffix of path must be one of .safetensors, .pt, .pt2, .onnx"):
         ship(network(), tmp_path / "mine.pkl", X)
     with pytest.raises(ValueError, match="example must be two or more samples for a .pt2 file, got 1"):
         ship(network(), tmp_path / "mine.pt2", X[:1])

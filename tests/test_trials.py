@@ -686,5 +686,5 @@ def test_trials_of_a_stranger_are_looked_at(kept, tmp_path):
     """Whoever writes a file with a fitting hash could have NaN enter lambda, or end learning in a KeyError."""
     path = tmp_path / "a.safetensors"
     save_tensors(path, {**kept, "more": torch.ones(1)}, {"format": KEPT, "client": "a"})
-    with pytest.raises(ValueError, match="a.safetensors holds no trials of a client; delete it, and they are made again"):
+    with pytest.raises(ValueError, match="a.safetensors does not hold the trials of a client; delete it to make them again"):
         read_kept(path)
