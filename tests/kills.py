@@ -129,8 +129,8 @@ def left_out(out):
     return {f"round {line['round']}": line["failed"] for line in lines if line["failed"]}
 
 
-def trial(kind, kills, seed=0):
-    """Kills, and endings that are equal to an unbroken one."""
+def trial(kind, kills, seed=0, keep=None):
+    """Kills, and endings that are equal to an unbroken one; folders that differ are copied to where they are to be kept."""
     rng, tried, equal, problems = random.Random(f"{kind} {seed}"), 0, 0, []
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
@@ -156,6 +156,8 @@ def trial(kind, kills, seed=0):
                 if after != expected or parts:
                     odd = sorted(k for k in {**after, **expected} if after.get(k) != expected.get(k))
                     problems.append(f"{kind}, killed after {moment:.1f} s: {odd[:5]} {parts[:3]} {left_out(out)}")
+                    for made in (out, whole) if keep else ():
+                        shutil.copytree(made, Path(keep, f"{kind}-{seed}-{made.name}"), dirs_exist_ok=True)
                 print(f"{kind}: {equal} of {tried} equal", *problems[-1:], file=sys.stderr, flush=True)
             shutil.rmtree(out, ignore_errors=True)
     return {"kind": kind, "kills": tried, "equal": equal, "problems": problems}
@@ -166,9 +168,10 @@ if __name__ == "__main__":
     parser.add_argument("kinds", nargs="+", choices=["demo", "study", "simulation", "deployed"])
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, help="folder for results that differ, and for unbroken ones")
     args = parser.parse_args()
     done = []
     for kind in args.kinds:
-        done.append(trial(kind, args.kills, args.seed))
+        done.append(trial(kind, args.kills, args.seed, args.keep))
         print(json.dumps(done[-1]), flush=True)
     sys.exit(any(d["kills"] != d["equal"] for d in done))
