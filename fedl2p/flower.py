@@ -72,6 +72,7 @@ WORK: dict[str, Callable[..., Any]] = { # all that a server can ask for, as func
     "score": score_policy,
 }
 _DIVERGED, _LOST, _RAISED = 1001, 1002, 2  # codes of errors: of our own, and Flower's for an app that raised
+_DROPPED = (3, 4, 5, 8)  # Flower's: a message or its answer got lost, a node or its process was not heard of in time
 
 
 class ModelLost(FileNotFoundError):
@@ -274,7 +275,7 @@ class Nodes:
         return iter(_private(outcomes, task.state, self.privacy) if self.privacy and learned else outcomes)
 
     def _ask(self, work: str, task: Task, nodes: Sequence[int]) -> tuple[dict[int, Message], str]:
-        "Answers by node, and the name of the model: who lacks it gets it in the same message, who lost it once more."
+        "Answers by node, and the name of the model: who lacks it gets it, and who lost it or its answer is asked again."
         name = "" if work == "train" else fingerprint(task.model)
         kind = "evaluate" if work in ("score", "validate") else "train"
         config = {"work": work, "model": name, "round": task.number, "settings": json.dumps(asdict(task.settings))}
@@ -287,8 +288,11 @@ class Nodes:
         lacking = {node for node in nodes if name not in self.known[node][1]}
         answers = send(nodes, lacking)
         errors = {node: reply.error.code for node, reply in answers.items() if reply.has_error()}
-        if lost := {node for node, code in errors.items() if code == _LOST and node not in lacking}:
-            answers |= send(sorted(lost), lost)
+        online = set(self.grid.get_node_ids()) if errors else set()
+        lost = {node for node, code in errors.items() if code == _LOST and node not in lacking}
+        dropped = {node for node, code in errors.items() if code in _DROPPED and node in online}
+        if lost or dropped:
+            answers |= send(sorted(lost | dropped), lost | dropped)
         return answers, name
 
     def _meet(self, again: bool = False, wait: float = math.inf) -> dict[str, int]:

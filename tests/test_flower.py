@@ -213,6 +213,28 @@ def test_a_node_that_lost_the_model_is_known_by_a_code(here):
     assert failure == Failure("raised", lost.reason) and nodes.traffic[-1]["messages"] == 5
 
 
+@pytest.mark.parametrize("code", [3, 4, 5, 8])
+def test_an_answer_that_flower_lost_is_asked_for_again(here, code):
+    """A busy machine is late with its signs of life, and Flower answers for it; the client was left out of the round before."""
+    grid = Failing(here.app)
+    nodes = Nodes(grid)
+    tasks = learning(nodes.clients(5))
+    grid.error = Error(code, "no sign of life")
+    assert not any(outcome.failure for outcome in nodes(tasks)) and [t["messages"] for t in nodes.traffic[-2:]] == [5, 1]
+
+    class Gone(Failing):
+        def deliver(self, message):
+            reply = super().deliver(message)
+            if reply.has_error():
+                del self.contexts[100]
+            return reply
+
+    gone = Gone(here.app)
+    gone.error, nodes = Error(code, "it is gone"), Nodes(gone)
+    [failure] = [outcome.failure for outcome in nodes(learning(nodes.clients(5))) if outcome.failure]
+    assert failure == Failure("raised", "it is gone") and nodes.traffic[-1]["messages"] == 5
+
+
 def test_a_failure_keeps_its_kind(tmp_path):
     """One client diverges: the others learn on, and the rounds count it, as in one process."""
     def large(client):
