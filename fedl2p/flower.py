@@ -40,6 +40,7 @@ from fedl2p.core import (
     require,
     require_choice,
     save_tensors,
+    sweep,
     warn,
 )
 from .data import Client, Data
@@ -131,10 +132,15 @@ def _keep(model: nn.Module, folder: Path, record: ArrayRecord) -> dict:
     model = mix_bn(model, verbose=False)
     model.load_state_dict(record.to_torch_state_dict())
     folder.mkdir(parents=True, exist_ok=True)
-    save_tensors(folder / f"{fingerprint(model)}.safetensors", model.state_dict(), {"format": _MODEL})
-    models = [path for path in folder.glob("*.safetensors") if _MODEL_NAME.fullmatch(path.stem)]
-    ages = {path: path.stat().st_mtime_ns for path in models if path.exists()}
-    for path in sorted(ages, key=lambda p: ages[p])[:-_MODELS]:  # one that is missed comes again
+    sweep(folder, age=86400.0)  # a day: another node may be writing
+    new = folder / f"{fingerprint(model)}.safetensors"
+    save_tensors(new, model.state_dict(), {"format": _MODEL})
+    models = [path for path in folder.glob("*.safetensors") if _MODEL_NAME.fullmatch(path.stem) and path != new]
+    ages = dict[Path, int]()
+    for path in models:
+        with suppress(FileNotFoundError):  # another node of this machine may be at it, too
+            ages[path] = path.stat().st_mtime_ns
+    for path in sorted(ages, key=lambda p: ages[p])[:1 - _MODELS]:  # one that is missed comes again
         path.unlink(missing_ok=True)
     return {}
 

@@ -137,6 +137,7 @@ def pretrain(
     checkpoint: str | Path | None = None, # file to keep the state in, and to go on from
 ) -> nn.Module: # trained, in evaluation mode
     "Train a model by federated learning."
+    device_of(model)  # which raises if there is nothing to train
     require_full_precision(model)
     require(not bn_layers(model), "the number of mixing batch norms", "0, as before mix_bn", len(bn_layers(model)))
     who = fingerprint(model, *sorted(clients, key=lambda c: c.id))

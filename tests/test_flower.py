@@ -3,8 +3,11 @@
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
+from io import BytesIO
 
+import numpy as np
 import pytest
 import torch
 
@@ -56,6 +59,13 @@ def setter(record, key, value):
     return spoil
 
 
+def large(n):
+    """An array of a few bytes that says it has n numbers."""
+    raw = BytesIO()
+    np.lib.format.write_array_header_1_0(raw, {"descr": "<f4", "fortran_order": False, "shape": (n,)})
+    return Array("float32", (n,), "numpy.ndarray", raw.getvalue() + bytes(64))
+
+
 @pytest.mark.parametrize("spoil", [
     lambda c: c.clear(),
     lambda c: c.pop("metrics"),
@@ -64,6 +74,8 @@ def setter(record, key, value):
     lambda c: c["arrays"].clear(),
     lambda c: c["arrays"].update(more=Array(torch.zeros(1).numpy())),
     lambda c: c["arrays"].update({next(iter(c["arrays"])): Array("float32", (1,), "numpy.ndarray", b"no array")}),
+    lambda c: c["arrays"].update({next(iter(c["arrays"])): large(10**8)}),
+    lambda c: c["arrays"].update({next(iter(c["arrays"])): large(10**12)}),
     lambda c: c["metrics"].pop("val_loss"),
     setter("metrics", "val_loss", float("nan")),
     setter("metrics", "val_loss", [0.1, 0.2]),
@@ -460,6 +472,35 @@ def test_a_node_keeps_a_few_models_only(tmp_path):
     (tmp_path / "mine.safetensors").write_bytes(b"x")
     last = fingerprint(mix_bn(small_cnn(width=4, seed=_MODELS + 2), verbose=False))
     assert len(list(tmp_path.glob("*.safetensors"))) == _MODELS + 1 and (tmp_path / f"{last}.safetensors").exists()
+
+
+def arrays_of(seed):
+    return ArrayRecord({k: Array(t.numpy()) for k, t in mix_bn(small_cnn(width=4, seed=seed), verbose=False).state_dict().items()})
+
+
+def test_a_clock_that_was_set_back_does_not_cost_a_node_its_new_model(tmp_path):
+    """The oldest file goes; by such a clock that was the one just written, in every round."""
+    from fedl2p.flower import _MODELS, _keep
+
+    for seed in range(_MODELS):
+        _keep(small_cnn(width=4), tmp_path, arrays_of(seed))
+    for path in tmp_path.iterdir():
+        os.utime(path, (time.time() + 86400,) * 2)
+    _keep(small_cnn(width=4), tmp_path, arrays_of(_MODELS))
+    last = fingerprint(mix_bn(small_cnn(width=4, seed=_MODELS), verbose=False))
+    assert (tmp_path / f"{last}.safetensors").exists() and len(list(tmp_path.iterdir())) == _MODELS
+
+
+def test_half_a_model_of_a_dead_process_is_swept(tmp_path):
+    """A day later: before, another node of the same machine may still be writing it."""
+    from fedl2p.flower import _keep
+
+    old, new = (tmp_path / f"0123456789abcdef.safetensors.{pid}.part" for pid in (123, 456))
+    for path in (old, new):
+        path.write_bytes(b"half")
+    os.utime(old, (time.time() - 90000,) * 2)
+    _keep(small_cnn(width=4), tmp_path, arrays_of(0))
+    assert not old.exists() and new.exists()
 
 
 def test_a_node_that_forgot_its_trials_is_left_out(tmp_path):
