@@ -53,6 +53,12 @@ class _Info(TypedDict):
     chosen: NotRequired[_Chosen]
 
 
+class _Settings(TypedDict):
+    "Settings of a run, as far as they are used."
+
+    seed: NotRequired[int]
+
+
 class Fitted(NamedTuple):
     "What `fit` left behind."
 
@@ -69,7 +75,7 @@ def read_fit(
 ) -> Fitted:
     "What a run of `fit` kept."
     tensors, header = load_tensors(checkpoint, CHECKPOINT)
-    settings, info = (header_entry(checkpoint, header, *entry) for entry in (("settings", dict), ("info", _Info)))
+    settings, info = (header_entry(checkpoint, header, *entry) for entry in (("settings", _Settings), ("info", _Info)))
     states = [{name.removeprefix(k): t for name, t in tensors.items() if name.startswith(k)}
               for k in ("answer.", "best.")]
     kept: dict[str, State] = {}

@@ -474,13 +474,13 @@ def _start_ray(workers: int) -> None:
     from ray._private import ray_constants
 
     end, handler = time.monotonic() + _START, signal.getsignal(signal.SIGTERM)
-    if hasattr(ray_constants, "RAY_DASHBOARD_STARTUP_TIMEOUT_S"):  # and another one 60 s, which can
-        ray_constants.RAY_DASHBOARD_STARTUP_TIMEOUT_S = int(_START)
     os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")])  # for its processes
     import psutil  # Ray brings it, and knows where it is
 
     others = psutil.Process().children(recursive=True)
     while not ray.is_initialized():
+        if hasattr(ray_constants, "RAY_DASHBOARD_STARTUP_TIMEOUT_S"):  # and another one 60 s, which can
+            ray_constants.RAY_DASHBOARD_STARTUP_TIMEOUT_S = max(1, int(end - time.monotonic()))
         try:
             ray.init(num_cpus=workers, log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)
         except Exception as error:
@@ -535,8 +535,9 @@ def simulate(
     level = log.level
     log.setLevel(logging.ERROR)
     try:
-        # The second is what ray will do by default, and warns about until then.
-        with _environment(RAY_USAGE_STATS_ENABLED="0", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0"):
+        # The second is what ray will do by default, and warns about until then. Without the third its workers let all
+        # other processes of the machine go first, and on a busy one they do not start for a quarter of an hour.
+        with _environment(RAY_USAGE_STATS_ENABLED="0", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0", RAY_worker_niceness="0"):
             _start_ray(workers or cores())
             with _on_stop(over):
                 run_simulation(server, app, nodes, backend_config=backend)

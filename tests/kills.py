@@ -93,7 +93,8 @@ class Deployed:
             run = deployment.start("run", tool("flwr"), "run", str(ROOT / "nbs" / "flower"), "here", "--run-config", f'{self.settings} out="{out}"', "--stream")
             if seconds is None:
                 begin = time.monotonic()
-                assert run.wait(LIMIT) == 0, deployment.log("run")[-3000:]
+                code = run.wait(LIMIT)  # it is 0 even if the server failed
+                assert code == 0 and (out / "traffic.json").exists(), deployment.log("run")[-3000:]
                 self.took = time.monotonic() - begin
                 return False
             try:

@@ -599,3 +599,20 @@ def test_a_start_that_fails_leaves_no_processes_to_the_next(monkeypatch):
     assert first.wait(60) == second.wait(60) == -9 and third.poll() is None
     third.kill()
     third.wait(60)
+
+
+def test_a_simulation_that_cannot_start_says_so_in_time(monkeypatch):
+    import ray
+
+    from fedl2p import flower
+
+    def init(**settings):
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(flower, "_START", 0.3)
+    monkeypatch.setenv("PYTHONPATH", "")
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"^the processes of the simulation do not start in 0.3 s \(The current node timed out"):
+        simulate(len, client_app(load), 1, 1)
+    assert 0.3 <= time.monotonic() - begin < 60

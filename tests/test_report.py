@@ -20,6 +20,7 @@ from torch import nn
 
 from fedl2p import Config, Data, FedL2P, make_client, report
 from fedl2p.cli import main
+from fedl2p.core import load_tensors, save_tensors
 from fedl2p.report import STYLE, cases, write_report
 from fedl2p.runner import Runner
 from fedl2p.studies.demo import Demo, run_demo
@@ -465,5 +466,9 @@ def test_a_folder_by_fit_shows_gains_recommendations_and_rounds(tmp_path, capsys
     (tmp_path / "ours" / "checkpoint.safetensors").unlink()
     with pytest.raises(ValueError, match="ours holds trials of a fit that has not come further: call fit with this folder again"):
         cases(tmp_path / "ours")
+    tensors, header = load_tensors(tmp_path / "paper" / "checkpoint.safetensors", "fedl2p checkpoint 1")
+    save_tensors(tmp_path / "paper" / "checkpoint.safetensors", tensors, {**header, "settings": '{"seed": []}'})
+    with pytest.raises(ValueError, match=r"checkpoint.safetensors is damaged: settings.seed must be a whole number, got \[\]"):
+        cases(tmp_path / "paper")
     (tmp_path / "paper" / "checkpoint.safetensors").write_bytes(b"{")
     assert main(["report", str(tmp_path / "paper")]) == 1 and "is not a whole safetensors file" in capsys.readouterr().err
