@@ -59,6 +59,10 @@ class _Settings(TypedDict):
     seed: NotRequired[int]
 
 
+_REFINED = {"refined", "gain", "error"}  # of a round, and of trials: all of them are there, or none
+_COMMON = {"none_loss", "common_loss", "common_gain", "common_error"}
+
+
 class Fitted(NamedTuple):
     "What `fit` left behind."
 
@@ -76,6 +80,9 @@ def read_fit(
     "What a run of `fit` kept."
     tensors, header = load_tensors(checkpoint, CHECKPOINT)
     settings, info = (header_entry(checkpoint, header, *entry) for entry in (("settings", _Settings), ("info", _Info)))
+    for record, names in ((info.get("chosen", {}), _COMMON), *((line, _REFINED) for line in info["rounds"])):
+        if lacking := names - record.keys() if names & record.keys() else ():
+            raise ValueError(f"{checkpoint} is damaged: {', '.join(sorted(lacking))} must be there")
     states = [{name.removeprefix(k): t for name, t in tensors.items() if name.startswith(k)}
               for k in ("answer.", "best.")]
     kept: dict[str, State] = {}

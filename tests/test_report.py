@@ -463,6 +463,14 @@ def test_a_folder_by_fit_shows_gains_recommendations_and_rounds(tmp_path, capsys
     text = write_report([tmp_path / "paper"]).read_text()
     assert "From first to last round β moved" in text and "ask `policy.explain(client)`" in text and text.count("<img") == 2
     assert write_report([tmp_path / "ours", tmp_path / "paper"], tmp_path / "both").read_text().count("<img") == 4
+    path = tmp_path / "ours" / "checkpoint.safetensors"
+    tensors, header = load_tensors(path, "fedl2p checkpoint 1")
+    for names in (("chosen", "common_gain"), ("rounds", -1, "error")):
+        info = json.loads(header["info"])
+        del (info[names[0]] if names[0] == "chosen" else info["rounds"][-1])[names[-1]]
+        save_tensors(path, tensors, {**header, "info": json.dumps(info)})
+        with pytest.raises(ValueError, match=f"checkpoint.safetensors is damaged: {names[-1]} must be there"):
+            cases(tmp_path / "ours")
     (tmp_path / "ours" / "checkpoint.safetensors").unlink()
     with pytest.raises(ValueError, match="ours holds trials of a fit that has not come further: call fit with this folder again"):
         cases(tmp_path / "ours")
