@@ -123,11 +123,11 @@ def demo(
     settings: Demo,
 ) -> None:
     "Watch a federation learn how to personalize: real digits, baselines, L2P and FedL2P, a table, plots, and files."
-    start = time.time()
+    start = time.monotonic()
     with progress() as bars:
         show(run_demo(settings, bars))
     where = f"table, plots, records and policies are in {settings.out}"
-    print(f"{time.time() - start:.0f} s; {where}; 'fedl2p report {settings.out}' makes one page of them")
+    print(f"{time.monotonic() - start:.0f} s; {where}; 'fedl2p report {settings.out}' makes one page of them")
 
 
 def run(
@@ -140,11 +140,11 @@ def run(
 
 def _filled(settings: Run, work: Callable[[Run, Progress], dict[str, str]]) -> dict[str, str]:
     "Fill in the cells of a study, and show its table."
-    start = time.time()
+    start = time.monotonic()
     with progress() as bars:
         missing = work(settings, bars)
     table(settings.study, settings.scale, settings.out, settings.methods)
-    print(f"{time.time() - start:.0f} s; results are in {settings.out}")
+    print(f"{time.monotonic() - start:.0f} s; results are in {settings.out}")
     return missing
 
 

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['State', 'Json', 'brief', 'require', 'require_choice', 'warn', 'log', 'check_type', 'check_fields', 'generator',
            'device_of', 'require_full_precision', 'evaluating', 'seeded', 'write_file', 'save_tensors', 'load_tensors',
-           'header_entry', 'load_into', 'write_json', 'load_or_make', 'read_json', 'claimed', 'cores', 'pick_device',
-           'versions', 'Table', 'markdown', 'comments_in_help']
+           'header_entry', 'load_into', 'write_json', 'load_or_make', 'read_json', 'sweep', 'claimed', 'cores',
+           'pick_device', 'versions', 'Table', 'markdown', 'comments_in_help']
 
 # %% ../nbs/library/core.ipynb #36ff153a
 import ast
@@ -18,6 +18,7 @@ import os
 import platform
 import re
 import sys
+import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -357,6 +358,18 @@ def read_json(
 _PART = re.compile(r".+\.[0-9]+\.part")  # the names that `write_file` writes under
 
 
+def sweep(
+    folder: Path,
+    age: float = 0.0, # seconds since they were written, at least
+) -> None:
+    "Delete what processes that were killed left half-written in a folder."
+    for path in folder.rglob("*.part"):
+        if _PART.fullmatch(path.name) and path.is_file() and not path.is_symlink():
+            with suppress(OSError):
+                if not age or time.time() - path.stat().st_mtime >= age:
+                    path.unlink()
+
+
 @contextmanager
 def claimed(
     folder: Path, # created if it does not exist
@@ -377,10 +390,7 @@ def claimed(
         except OSError:  # some network drives cannot lock a folder
             pass
         else:
-            for path in folder.rglob("*.part"):
-                if _PART.fullmatch(path.name) and path.is_file() and not path.is_symlink():
-                    with suppress(OSError):
-                        path.unlink()
+            sweep(folder)
         yield
     finally:
         os.close(handle)

@@ -63,6 +63,8 @@ class Client:
 
     def __post_init__(self):
         require(isinstance(self.id, str), "id", "a str", self.id)
+        for part in (self.train, self.val, self.test):
+            require(isinstance(part, Data), "train, val and test", "Data", type(part))
 
     def samples(self, part: Samples) -> Data:
         "Training samples, or training and validation samples together."

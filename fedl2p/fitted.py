@@ -53,6 +53,16 @@ class _Info(TypedDict):
     chosen: NotRequired[_Chosen]
 
 
+class _Settings(TypedDict):
+    "Settings of a run, as far as they are used."
+
+    seed: NotRequired[int]
+
+
+_REFINED = {"refined", "gain", "error"}  # of a round, and of trials: all of them are there, or none
+_COMMON = {"none_loss", "common_loss", "common_gain", "common_error"}
+
+
 class Fitted(NamedTuple):
     "What `fit` left behind."
 
@@ -69,7 +79,10 @@ def read_fit(
 ) -> Fitted:
     "Read what a run of `fit` has left."
     tensors, header = load_tensors(checkpoint, CHECKPOINT)
-    settings, info = (header_entry(checkpoint, header, *entry) for entry in (("settings", dict), ("info", _Info)))
+    settings, info = (header_entry(checkpoint, header, *entry) for entry in (("settings", _Settings), ("info", _Info)))
+    for record, names in ((info.get("chosen", {}), _COMMON), *((line, _REFINED) for line in info["rounds"])):
+        if lacking := names - record.keys() if names & record.keys() else ():
+            raise ValueError(f"{checkpoint} is damaged: {', '.join(sorted(lacking))} must be there")
     states = [{name.removeprefix(k): t for name, t in tensors.items() if name.startswith(k)}
               for k in ("answer.", "best.")]
     kept: dict[str, State] = {}

@@ -40,6 +40,7 @@ from fedl2p.core import (
     require,
     require_choice,
     save_tensors,
+    sweep,
     warn,
 )
 from .data import Client, Data
@@ -72,6 +73,7 @@ WORK: dict[str, Callable[..., Any]] = { # everything that a server can ask for
     "score": score_policy,
 }
 _DIVERGED, _LOST, _RAISED = 1001, 1002, 2  # error codes: two of our own, and Flower's for an app that raised
+_DROPPED = (3, 4, 5, 8)  # Flower's: a message or its answer was lost, or a node or its process was not heard from in time
 
 
 class ModelLost(FileNotFoundError):
@@ -130,10 +132,15 @@ def _keep(model: nn.Module, folder: Path, record: ArrayRecord) -> dict:
     model = mix_bn(model, verbose=False)
     model.load_state_dict(record.to_torch_state_dict())
     folder.mkdir(parents=True, exist_ok=True)
-    save_tensors(folder / f"{fingerprint(model)}.safetensors", model.state_dict(), {"format": _MODEL})
-    models = [path for path in folder.glob("*.safetensors") if _MODEL_NAME.fullmatch(path.stem)]
-    ages = {path: path.stat().st_mtime_ns for path in models if path.exists()}
-    for path in sorted(ages, key=lambda p: ages[p])[:-_MODELS]:  # if it is needed later, it is sent again
+    sweep(folder, age=86400.0)  # a day: another node may be writing
+    new = folder / f"{fingerprint(model)}.safetensors"
+    save_tensors(new, model.state_dict(), {"format": _MODEL})
+    models = [path for path in folder.glob("*.safetensors") if _MODEL_NAME.fullmatch(path.stem) and path != new]
+    ages = dict[Path, int]()
+    for path in models:
+        with suppress(FileNotFoundError):  # another node of this machine may be at it, too
+            ages[path] = path.stat().st_mtime_ns
+    for path in sorted(ages, key=lambda p: ages[p])[:1 - _MODELS]:  # one that is missed comes again
         path.unlink(missing_ok=True)
     return {}
 
@@ -274,7 +281,7 @@ class Nodes:
         return iter(_private(outcomes, task.state, self.privacy) if self.privacy and learned else outcomes)
 
     def _ask(self, work: str, task: Task, nodes: Sequence[int]) -> tuple[dict[int, Message], str]:
-        "Answers by node, and the name of the model, which a node that lacks it gets with the message or after it."
+        "Answers by node, and the name of the model: a node that lacks it gets it, one that lost it or its answer is asked again."
         name = "" if work == "train" else fingerprint(task.model)
         kind = "evaluate" if work in ("score", "validate") else "train"
         config = {"work": work, "model": name, "round": task.number, "settings": json.dumps(asdict(task.settings))}
@@ -287,8 +294,11 @@ class Nodes:
         lacking = {node for node in nodes if name not in self.known[node][1]}
         answers = send(nodes, lacking)
         errors = {node: reply.error.code for node, reply in answers.items() if reply.has_error()}
-        if lost := {node for node, code in errors.items() if code == _LOST and node not in lacking}:
-            answers |= send(sorted(lost), lost)
+        online = set(self.grid.get_node_ids()) if errors else set()
+        lost = {node for node, code in errors.items() if code == _LOST and node not in lacking}
+        dropped = {node for node, code in errors.items() if code in _DROPPED and node in online}
+        if lost or dropped:
+            answers |= send(sorted(lost | dropped), lost | dropped)
         return answers, name
 
     def _meet(self, again: bool = False, wait: float = math.inf) -> dict[str, int]:
@@ -464,13 +474,13 @@ def _start_ray(workers: int) -> None:
     from ray._private import ray_constants
 
     end, handler = time.monotonic() + _START, signal.getsignal(signal.SIGTERM)
-    if hasattr(ray_constants, "RAY_DASHBOARD_STARTUP_TIMEOUT_S"):  # another process gets 60 s, which can be changed
-        ray_constants.RAY_DASHBOARD_STARTUP_TIMEOUT_S = int(_START)
     os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")])  # for its processes
     import psutil  # Ray brings it, and makes it importable
 
     others = psutil.Process().children(recursive=True)
     while not ray.is_initialized():
+        if hasattr(ray_constants, "RAY_DASHBOARD_STARTUP_TIMEOUT_S"):  # and another one 60 s, which can
+            ray_constants.RAY_DASHBOARD_STARTUP_TIMEOUT_S = max(1, int(end - time.monotonic()))
         try:
             ray.init(num_cpus=workers, log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)
         except Exception as error:
@@ -525,8 +535,9 @@ def simulate(
     level = log.level
     log.setLevel(logging.ERROR)
     try:
-        # The second is ray's future default; without it, ray warns.
-        with _environment(RAY_USAGE_STATS_ENABLED="0", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0"):
+        # The second is ray's future default; without it, ray warns. Without the third its workers let all
+        # other processes of the machine go first, and on a busy one they do not start for a quarter of an hour.
+        with _environment(RAY_USAGE_STATS_ENABLED="0", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0", RAY_worker_niceness="0"):
             _start_ray(workers or cores())
             with _on_stop(over):
                 run_simulation(server, app, nodes, backend_config=backend)

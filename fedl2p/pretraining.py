@@ -12,7 +12,7 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NotRequired, TypedDict
 
 from torch import nn
 
@@ -122,6 +122,13 @@ def train_client(
     return Update({**weights, **buffers}, len(data))
 
 # %% ../nbs/library/pretraining.ipynb #c7f62e9f
+class _Info(TypedDict):
+    "What a checkpoint holds besides tensors."
+
+    round: int
+    failed: NotRequired[dict[str, dict[str, str]]] # rounds in which clients were left out: who, and why
+
+
 def pretrain(
     model: nn.Module, # initialised, before `mix_bn`; it is not changed
     clients: Sequence[Client],
@@ -130,23 +137,27 @@ def pretrain(
     checkpoint: str | Path | None = None, # file that stores the state after each round, and to continue from
 ) -> nn.Module: # trained, in evaluation mode
     "Train a model by federated learning."
+    device_of(model)  # which raises if there is nothing to train
     require_full_precision(model)
     require(not bn_layers(model), "the number of mixing batch norms", "0, as before mix_bn", len(bn_layers(model)))
     who = fingerprint(model, *sorted(clients, key=lambda c: c.id))
     settings = {**asdict(recipe), "model and clients": who}
     older = {"train_on": "train", "delta": 1e-3, "fill": [0.0]}  # of files that were written before these settings
     start = _state(model)
-    found = load_checkpoint(checkpoint, settings, lambda before: {**older, **before}, dict[str, int])
+    found = load_checkpoint(checkpoint, settings, lambda before: {**older, **before}, _Info)
     tensors, info = found or (start, {"round": 0})
     same = {k: t.shape for k, t in tensors.items()} == {k: t.shape for k, t in start.items()}
-    if not same or not 0 <= info.get("round", -1) <= recipe.rounds:
+    if not same or not 0 <= info["round"] <= recipe.rounds:
         raise ValueError(f"{checkpoint} does not fit the model and rounds; delete it to start from the beginning")
     state, done, total = {k: t.to(start[k].device) for k, t in tensors.items()}, info["round"], recipe.rounds
     rounds = fedavg(train_client, model, recipe, state, clients, total, recipe.fraction, recipe.seed, runner, done)
     for r in runner.progress(rounds, f"pretraining by {recipe.method}", total, done):
         state = r.state
+        info["round"] = r.number
+        if r.failed:
+            info.setdefault("failed", {})[f"{r.number}"] = {id: failure.reason for id, failure in r.failed.items()}
         if checkpoint is not None:
-            save_checkpoint(checkpoint, settings, state, {"round": r.number})
+            save_checkpoint(checkpoint, settings, state, info)
     trained = deepcopy(model)
     for name, t in _state(trained).items():
         t.copy_(state[name])

@@ -105,8 +105,9 @@ def save_course(
     # Copies: `best` may share tensors with `now`, and the file holds each tensor under its own name.
     tensors = {f"{k}.{name}": t.clone() for k in _STATES for name, t in getattr(course, k).items()}
     info = {"rounds": course.history, "chosen": course.trials}
-    save_checkpoint(folder / "checkpoint.safetensors", settings, tensors, info)
+    # The checkpoint last: a run that is killed between the two goes on from the one before, and writes both again.
     write_file(folder / "rounds.jsonl", "".join(json.dumps(line) + "\n" for line in course.history).encode())
+    save_checkpoint(folder / "checkpoint.safetensors", settings, tensors, info)
 
 
 class _Line(TypedDict):

@@ -82,6 +82,7 @@ class Deployed:
     settings = "nodes=2 pretraining-rounds=2 rounds=2 epochs=1 timeout=900.0"  # an answer on a busy machine
 
     def run(self, out, seconds=None):
+        """Whether it was killed, some seconds after the server was asked to start."""
         from test_flower_deployment import Deployment, ours, tool
 
         home = Path(tempfile.mkdtemp())
@@ -91,7 +92,10 @@ class Deployed:
             nodes = [deployment.supernode(k) for k in range(2)]
             run = deployment.start("run", tool("flwr"), "run", str(ROOT / "nbs" / "flower"), "here", "--run-config", f'{self.settings} out="{out}"', "--stream")
             if seconds is None:
-                assert run.wait(LIMIT) == 0, deployment.log("run")[-3000:]
+                begin = time.monotonic()
+                code = run.wait(LIMIT)  # it is 0 even if the server failed
+                assert code == 0 and (out / "traffic.json").exists(), deployment.log("run")[-3000:]
+                self.took = time.monotonic() - begin
                 return False
             try:
                 run.wait(seconds)
@@ -125,12 +129,17 @@ def hashes(out):
 
 def left_out(out):
     """Clients that failed in a round, and why: on a busy machine a node may be late, and that is no fault of a restart."""
+    from fedl2p.core import load_tensors
+
     lines = [json.loads(line) for path in out.rglob("rounds.jsonl") for line in path.read_text().splitlines()]
-    return {f"round {line['round']}": line["failed"] for line in lines if line["failed"]}
+    found = {f"round {line['round']}": line["failed"] for line in lines if line["failed"]}
+    if (path := out / "pretraining.safetensors").exists():
+        found |= {"pretraining": json.loads(load_tensors(path, "fedl2p checkpoint 1")[1]["info"]).get("failed", {})}
+    return found
 
 
-def trial(kind, kills, seed=0):
-    """Kills, and endings that are equal to an unbroken one."""
+def trial(kind, kills, seed=0, keep=None):
+    """Kills, and endings that are equal to an unbroken one; folders that differ are copied to where they are to be kept."""
     rng, tried, equal, problems = random.Random(f"{kind} {seed}"), 0, 0, []
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
@@ -138,24 +147,26 @@ def trial(kind, kills, seed=0):
             import made_up
 
             made_up.cifar10(home)
-        begin = time.monotonic()
-        whole = home / "unbroken"
-        Deployed().run(whole) if kind == "deployed" else finish(arguments(kind, whole, home))
-        took, expected, number = time.monotonic() - begin, hashes(whole), 0
+        begin, whole, deployed = time.monotonic(), home / "unbroken", Deployed()
+        deployed.run(whole) if kind == "deployed" else finish(arguments(kind, whole, home))
+        took = deployed.took if kind == "deployed" else time.monotonic() - begin
+        expected, number = hashes(whole), 0
         while tried < kills:
             number += 1
             assert number <= 4 * kills + 4, "it is done before it can be killed"
             out, moment = home / f"killed-{number}", rng.uniform(0.05, 0.95) * took
-            was_killed = Deployed().run(out, moment) if kind == "deployed" else killed(arguments(kind, out, home), moment)
+            was_killed = deployed.run(out, moment) if kind == "deployed" else killed(arguments(kind, out, home), moment)
             if was_killed:
                 tried += 1
-                Deployed().run(out) if kind == "deployed" else finish(arguments(kind, out, home))
+                deployed.run(out) if kind == "deployed" else finish(arguments(kind, out, home))
                 after = hashes(out)
                 parts = [p.name for p in out.rglob("*.part")]
                 equal += after == expected and not parts
                 if after != expected or parts:
                     odd = sorted(k for k in {**after, **expected} if after.get(k) != expected.get(k))
                     problems.append(f"{kind}, killed after {moment:.1f} s: {odd[:5]} {parts[:3]} {left_out(out)}")
+                    for made in (out, whole) if keep else ():
+                        shutil.copytree(made, Path(keep, f"{kind}-{seed}-{made.name}"), dirs_exist_ok=True)
                 print(f"{kind}: {equal} of {tried} equal", *problems[-1:], file=sys.stderr, flush=True)
             shutil.rmtree(out, ignore_errors=True)
     return {"kind": kind, "kills": tried, "equal": equal, "problems": problems}
@@ -166,9 +177,10 @@ if __name__ == "__main__":
     parser.add_argument("kinds", nargs="+", choices=["demo", "study", "simulation", "deployed"])
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, help="folder for results that differ, and for unbroken ones")
     args = parser.parse_args()
     done = []
     for kind in args.kinds:
-        done.append(trial(kind, args.kills, args.seed))
+        done.append(trial(kind, args.kills, args.seed, args.keep))
         print(json.dumps(done[-1]), flush=True)
     sys.exit(any(d["kills"] != d["equal"] for d in done))

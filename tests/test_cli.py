@@ -39,7 +39,8 @@ def test_wrong_options_are_explained_and_leave_nothing(wrong, words, tmp_path, c
 def test_what_the_command_line_does_not_know(args, capsys):
     with pytest.raises(SystemExit) as stop:
         main(args)
-    assert stop.value.code == 2
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and said and "tyro" not in said and "dummy" not in said
 
 
 def test_help_explains_every_option(capsys):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from processes import INTERRUPTIBLE, alive
 
 from fedl2p.cli import main
 from fedl2p.config import Config
-from fedl2p.core import load_or_make, write_json
+from fedl2p.core import load_or_make, load_tensors, write_json
 from fedl2p.strategy import GRID
 from fedl2p.studies.demo import Demo, jobs, open_folder, run_demo
 from fedl2p.studies.published import Condition
@@ -37,10 +38,10 @@ def start(out: Path, *more: str) -> subprocess.Popen:
 
 
 def wait_for(process: subprocess.Popen, ready) -> None:
-    limit = time.time() + 120
+    limit = time.monotonic() + 600  # a busy machine may need minutes
     while not ready():
         assert process.poll() is None, process.communicate()
-        assert time.time() < limit
+        assert time.monotonic() < limit
         time.sleep(0.01)
 
 
@@ -56,19 +57,23 @@ def unbroken(tmp_path_factory):
 def test_killed_at_any_moment_it_goes_on_to_the_same_numbers(unbroken, tmp_path):
     """A real SIGKILL in pretraining, in the trials, between cells, and in the middle of learning; then the end."""
     out = tmp_path / "killed"
-    learning = out / CELLS / "fedl2p-ift-seed3" / "rounds.jsonl"
+    learning = out / CELLS / "fedl2p-ift-seed3" / "checkpoint.safetensors"
+
+    def rounds_done():
+        return len(json.loads(load_tensors(learning, "fedl2p checkpoint 1")[1]["info"])["rounds"]) if learning.exists() else 0
+
     moments = [
         (out / PRETRAINED).exists,
         lambda: len(list((out / CELLS / "trials-seed3").glob("*.safetensors"))) >= 2,
         (out / CELLS / "ft-i-best-seed3.json").exists,
-        lambda: learning.exists() and len(learning.read_text().splitlines()) >= 3,
+        lambda: rounds_done() >= 3,
     ]
     for ready in moments:
         process = start(out)
         wait_for(process, ready)
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-    rounds_before = len(learning.read_text().splitlines())
+    rounds_before = rounds_done()
     assert 3 <= rounds_before < 6 and not (out / "table.md").exists()
     process = start(out)
     said, log = process.communicate(timeout=300)
@@ -92,15 +97,15 @@ def test_ctrl_c_says_how_to_go_on_and_leaves_no_process(tmp_path):
     process = start(tmp_path / "out")
     wait_for(process, (tmp_path / "out" / PRETRAINED).exists)
     os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to the workers, too
-    said, log = process.communicate(timeout=60)
+    said, log = process.communicate(timeout=300)
     assert process.returncode == 130, log
     assert "the same command resumes from there" in log and "Traceback" not in log
     assert_ends(process.pid)
 
 
 def assert_ends(session: int) -> None:
-    limit = time.time() + 30
-    while alive(session) and time.time() < limit:
+    limit = time.monotonic() + 300
+    while alive(session) and time.monotonic() < limit:
         time.sleep(0.1)
     assert not alive(session)
 
@@ -116,7 +121,7 @@ def test_ctrl_c_twice_does_not_hang(tmp_path, gap):
         os.killpg(process.pid, signal.SIGINT)
     except ProcessLookupError:  # it was quicker
         pass
-    process.communicate(timeout=30)
+    process.communicate(timeout=300)
     assert process.returncode in (130, -signal.SIGINT)
     assert_ends(process.pid)
 
@@ -213,6 +218,15 @@ def test_other_settings_and_damaged_files(unbroken, capsys, tmp_path):
     assert main(["demo", *SMALL, "--out", str(out)]) == 1
     assert "l2p-seed3.json is damaged" in capsys.readouterr().err
     cell.write_bytes(good)
+
+
+def test_a_policy_that_was_deleted_is_missed(unbroken, tmp_path):
+    """A finished folder without it looked finished."""
+    out = tmp_path / "out"
+    shutil.copytree(unbroken[0], out)
+    (out / CELLS / "fedl2p-ift-seed3" / "policy.safetensors").unlink()
+    with pytest.warns(RuntimeWarning, match="fedl2p-ift-seed3.json is there, but its policy is not; delete the file to make both again"):
+        assert main(["demo", *SMALL, "--out", str(out)]) == 0
 
 
 def test_an_empty_start_with_other_settings_is_forgotten(tmp_path):

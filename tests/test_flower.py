@@ -3,8 +3,11 @@
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
+from io import BytesIO
 
+import numpy as np
 import pytest
 import torch
 
@@ -56,6 +59,13 @@ def setter(record, key, value):
     return spoil
 
 
+def large(n):
+    """An array of a few bytes that says it has n numbers."""
+    raw = BytesIO()
+    np.lib.format.write_array_header_1_0(raw, {"descr": "<f4", "fortran_order": False, "shape": (n,)})
+    return Array("float32", (n,), "numpy.ndarray", raw.getvalue() + bytes(64))
+
+
 @pytest.mark.parametrize("spoil", [
     lambda c: c.clear(),
     lambda c: c.pop("metrics"),
@@ -64,6 +74,8 @@ def setter(record, key, value):
     lambda c: c["arrays"].clear(),
     lambda c: c["arrays"].update(more=Array(torch.zeros(1).numpy())),
     lambda c: c["arrays"].update({next(iter(c["arrays"])): Array("float32", (1,), "numpy.ndarray", b"no array")}),
+    lambda c: c["arrays"].update({next(iter(c["arrays"])): large(10**8)}),
+    lambda c: c["arrays"].update({next(iter(c["arrays"])): large(10**12)}),
     lambda c: c["metrics"].pop("val_loss"),
     setter("metrics", "val_loss", float("nan")),
     setter("metrics", "val_loss", [0.1, 0.2]),
@@ -211,6 +223,28 @@ def test_a_node_that_lost_the_model_is_known_by_a_code(here):
     grid.error = Error(2, lost.reason)
     [failure] = [outcome.failure for outcome in nodes(tasks) if outcome.failure]
     assert failure == Failure("raised", lost.reason) and nodes.traffic[-1]["messages"] == 5
+
+
+@pytest.mark.parametrize("code", [3, 4, 5, 8])
+def test_an_answer_that_flower_lost_is_asked_for_again(here, code):
+    """A busy machine is late with its signs of life, and Flower answers for it; the client was left out of the round before."""
+    grid = Failing(here.app)
+    nodes = Nodes(grid)
+    tasks = learning(nodes.clients(5))
+    grid.error = Error(code, "no sign of life")
+    assert not any(outcome.failure for outcome in nodes(tasks)) and [t["messages"] for t in nodes.traffic[-2:]] == [5, 1]
+
+    class Gone(Failing):
+        def deliver(self, message):
+            reply = super().deliver(message)
+            if reply.has_error():
+                del self.contexts[100]
+            return reply
+
+    gone = Gone(here.app)
+    gone.error, nodes = Error(code, "it is gone"), Nodes(gone)
+    [failure] = [outcome.failure for outcome in nodes(learning(nodes.clients(5))) if outcome.failure]
+    assert failure == Failure("raised", "it is gone") and nodes.traffic[-1]["messages"] == 5
 
 
 def test_a_failure_keeps_its_kind(tmp_path):
@@ -440,6 +474,35 @@ def test_a_node_keeps_a_few_models_only(tmp_path):
     assert len(list(tmp_path.glob("*.safetensors"))) == _MODELS + 1 and (tmp_path / f"{last}.safetensors").exists()
 
 
+def arrays_of(seed):
+    return ArrayRecord({k: Array(t.numpy()) for k, t in mix_bn(small_cnn(width=4, seed=seed), verbose=False).state_dict().items()})
+
+
+def test_a_clock_that_was_set_back_does_not_cost_a_node_its_new_model(tmp_path):
+    """The oldest file goes; by such a clock that was the one just written, in every round."""
+    from fedl2p.flower import _MODELS, _keep
+
+    for seed in range(_MODELS):
+        _keep(small_cnn(width=4), tmp_path, arrays_of(seed))
+    for path in tmp_path.iterdir():
+        os.utime(path, (time.time() + 86400,) * 2)
+    _keep(small_cnn(width=4), tmp_path, arrays_of(_MODELS))
+    last = fingerprint(mix_bn(small_cnn(width=4, seed=_MODELS), verbose=False))
+    assert (tmp_path / f"{last}.safetensors").exists() and len(list(tmp_path.iterdir())) == _MODELS
+
+
+def test_half_a_model_of_a_dead_process_is_swept(tmp_path):
+    """A day later: before, another node of the same machine may still be writing it."""
+    from fedl2p.flower import _keep
+
+    old, new = (tmp_path / f"0123456789abcdef.safetensors.{pid}.part" for pid in (123, 456))
+    for path in (old, new):
+        path.write_bytes(b"half")
+    os.utime(old, (time.time() - 90000,) * 2)
+    _keep(small_cnn(width=4), tmp_path, arrays_of(0))
+    assert not old.exists() and new.exists()
+
+
 def test_a_node_that_forgot_its_trials_is_left_out(tmp_path):
     """It has been asked to choose, and has nothing to choose by; the others go on."""
     grid = Here(client_app(load, tmp_path))
@@ -536,3 +599,20 @@ def test_a_start_that_fails_leaves_no_processes_to_the_next(monkeypatch):
     assert first.wait(60) == second.wait(60) == -9 and third.poll() is None
     third.kill()
     third.wait(60)
+
+
+def test_a_simulation_that_cannot_start_says_so_in_time(monkeypatch):
+    import ray
+
+    from fedl2p import flower
+
+    def init(**settings):
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(flower, "_START", 0.3)
+    monkeypatch.setenv("PYTHONPATH", "")
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"^the processes of the simulation do not start in 0.3 s \(The current node timed out"):
+        simulate(len, client_app(load), 1, 1)
+    assert 0.3 <= time.monotonic() - begin < 60

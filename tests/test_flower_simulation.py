@@ -32,6 +32,7 @@ EVIL = 8  # and in which all of them do
 def sabotage(message, context, call_next):
     """A mod that spoils what a node sends."""
     reply, seed, k = call_next(message, context), json.loads(message.content["config"]["settings"])["seed"], context.node_config["partition-id"]
+    Path(os.environ["FEDL2P_TEST_SILENCE"]).with_name(f"nice-{k}").write_text(f"{os.nice(0)}")
     if seed not in (BAD, EVIL) or reply.has_error():
         return reply
     arrays = reply.content["arrays"]
@@ -93,6 +94,7 @@ def simulated(tmp_path_factory):
     done = simulate(partial(scenarios, folder / "run"), client_app(load, folder / "models", [sabotage]), 5, 2)
     assert dict(os.environ) == before
     del os.environ["FEDL2P_TEST_SILENCE"]
+    done["nice"] = [path.read_text() for path in folder.glob("nice-*")]
     return done
 
 
@@ -106,6 +108,11 @@ def test_a_simulation_equals_the_loop_in_process(simulated):
         assert (a.id, a.domain, a.score) == (b.id, b.domain, b.score)
         assert torch.equal(a.strategy.beta, b.strategy.beta) and torch.equal(a.strategy.eta, b.strategy.eta) and (a.strategy.bn, a.strategy.distance) == (b.strategy.bn, b.strategy.distance)
     assert same(simulated["model"].state_dict(), pretrain(network(), clients, PRETRAINING, Runner(0)).state_dict())
+
+
+def test_nodes_do_not_wait_for_everybody_else(simulated):
+    """Ray's workers had a niceness of 15: beside ten other jobs a core they got a three-hundredth of it, and a simulation did not begin."""
+    assert simulated["nice"] == [f"{os.nice(0)}"] * 5
 
 
 def test_the_model_is_sent_once(simulated):

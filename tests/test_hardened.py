@@ -23,7 +23,7 @@ from fedl2p.bn import mix_bn
 from fedl2p.cli import main
 from fedl2p.config import Config
 from fedl2p.core import check_fields, check_type, claimed, load_tensors, read_json, save_tensors, write_file
-from fedl2p.data import Data, label_tastes, make_client
+from fedl2p.data import Client, Data, label_tastes, make_client
 from fedl2p.digits import small_cnn
 from fedl2p.learner import FedL2P
 from fedl2p.metanet import MetaNets
@@ -118,13 +118,15 @@ def test_a_checkpoint_of_pretraining_with_other_rounds(tmp_path):
     path, recipe = tmp_path / "p.safetensors", Recipe(rounds=1, fraction=0.5)
     pretrain(small_cnn(width=4), seen()[:2], recipe, Runner(0), path)
     tensors, header = load_tensors(path, "fedl2p checkpoint 1")
-    for info in ({"round": -1}, {"round": 7}, {}):
-        save_tensors(path, tensors, {**header, "info": json.dumps(info)})
-        with pytest.raises(ValueError, match="p.safetensors does not fit the model and rounds; delete it to start from the beginning"):
+    odd = {'{"round": -1}': "p.safetensors does not fit the model and rounds; delete it to start from the beginning",
+           '{"round": 7}': "p.safetensors does not fit the model and rounds; delete it to start from the beginning",
+           "{}": "p.safetensors is damaged: info.round must be there; delete the file to start from the beginning",
+           '{"round": "x"}': "round must be a whole number, got 'x'",
+           '{"round": 1, "failed": {"1": "all"}}': "failed.1 must be an object, got 'all'"}
+    for info, words in odd.items():
+        save_tensors(path, tensors, {**header, "info": info})
+        with pytest.raises(ValueError, match=words):
             pretrain(small_cnn(width=4), seen()[:2], recipe, Runner(0), path)
-    save_tensors(path, tensors, {**header, "info": '{"round": "x"}'})
-    with pytest.raises(ValueError, match="round must be a whole number, got 'x'"):
-        pretrain(small_cnn(width=4), seen()[:2], recipe, Runner(0), path)
 
 
 def test_small_files_take_no_large_memory(tmp_path):
@@ -223,6 +225,21 @@ def test_silent_nonsense_is_said():
         FedL2P(network(), Config.paper(hidden=4)).strategy(large)
 
 
+@pytest.mark.parametrize("part", ["train", "val", "test"])
+@pytest.mark.parametrize("wrong", [None, [], torch.zeros(3)])
+def test_a_client_of_something_else_than_data(part, wrong):
+    """It was found when the client was used: unsupported operand type(s) for +."""
+    good = Data(torch.zeros(4, 1), torch.zeros(4, dtype=torch.int64))
+    with pytest.raises(ValueError, match="^train, val and test must be Data, got <class"):
+        Client("a", **{**dict.fromkeys(("train", "val", "test"), good), part: wrong})
+
+
+def test_a_model_without_parameters():
+    for use in (FedL2P, lambda model: pretrain(model, seen()[:2], Recipe(rounds=1), Runner(0))):
+        with pytest.raises(ValueError, match="model must have parameters, got none"):
+            use(nn.Flatten())
+
+
 def test_types_all_the_way_down():
     check_type({"a": [1, 2.5]}, dict[str, list[float]])
     for value, hint, words in ((10**400, float, "must be a number"), (True, int, "must be a whole number"), ({"a": [None]}, dict[str, list[int]], r"^a\[0\] must be a whole number, got None"), ([{}], list[str], r"^\[0\] must be text")):
@@ -258,6 +275,19 @@ def demo(out, before=""):
     code = f"{before}\nimport sys; from fedl2p import command; sys.exit(command())"
     args = ["demo", "--out", str(out), "--seeds", "3", "--clients", "5", "--unseen", "0", "--pretraining-rounds", "40", "--workers", "2"]
     return subprocess.Popen([sys.executable, "-c", code, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+@linux
+def test_a_run_has_nothing_in_shared_memory(tmp_path):
+    """Semaphores there outlive a process group that is killed; the workers talk by pipes, and have none."""
+    process = demo(tmp_path / "out")
+    while not list((tmp_path / "out").rglob("fedavg*.safetensors")) and process.poll() is None:
+        time.sleep(0.05)
+    everybody = alive(process.pid)
+    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in everybody]
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate(timeout=300)
+    assert len(everybody) == 3 and not any("/dev/shm/" in text for text in maps)
 
 
 @linux
@@ -370,6 +400,15 @@ def test_a_clock_that_jumps_changes_no_wait(monkeypatch):
     with pytest.raises(RuntimeError, match="no node gave its name in 0.3 s; 0 were asked"):
         flower.Nodes(Nobody()).clients(1, 0.3)
     assert time.monotonic() - start >= 0.3
+
+
+def test_a_clock_that_jumps_gives_no_negative_time(tmp_path, monkeypatch):
+    """A cell's seconds were the difference of two times of day."""
+    back = iter(range(10**9, 0, -1000))
+    monkeypatch.setattr(time, "time", lambda: float(next(back)))
+    assert main([*DEMO, "--out", str(tmp_path / "out")]) == 0
+    cells = [json.loads(path.read_text()) for path in (tmp_path / "out").rglob("*-seed0.json")]
+    assert cells and all(0 <= cell[name] < 600 for cell in cells for name in ("seconds", "pretraining_seconds"))
 
 
 def test_what_is_left_out_of_a_report_is_listed(tmp_path):

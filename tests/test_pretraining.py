@@ -2,21 +2,23 @@
 
 import json
 import random
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from typing import get_args
 
 import numpy as np
 import pytest
 import torch
+from federation import stop_after, without
 from torch import nn
 from torch.nn import functional as F
 
 from fedl2p.bn import mix_bn
 from fedl2p.checkpoint import fingerprint
-from fedl2p.core import save_tensors
+from fedl2p.core import load_tensors, save_tensors
 from fedl2p.digits import digits_federation, small_cnn
 from fedl2p.pretraining import Pretraining, Recipe, perfedavg_step, pretrain, train_client
-from fedl2p.runner import Runner, Task, attempt
+from fedl2p.runner import Runner, Task, attempt, quiet
 
 HALF = Recipe(fraction=0.5, rounds=1)  # one round of half of the clients
 
@@ -282,3 +284,13 @@ def test_a_client_does_not_change_what_the_server_sent(clients):
     before = {k: v.clone() for k, v in state.items()}
     train_client(model, Recipe(), state, clients[0], 1)
     assert all(torch.equal(v, before[k]) for k, v in state.items())
+
+
+def test_a_checkpoint_says_who_was_left_out(clients, tmp_path):
+    """A warning on the terminal of a server was all that there was; two runs that differed could not be told apart by it."""
+    path, lost = tmp_path / "pretraining.safetensors", clients[1].id
+    for rounds in (2, 3):  # stopped after two
+        with pytest.raises(KeyboardInterrupt) if rounds == 2 else nullcontext():
+            pretrain(small_cnn(width=4), clients, Recipe(rounds=3, fraction=1.0), Runner(0, without({(lost, 1), (lost, 3)}), stop_after(2) if rounds == 2 else quiet), path)
+    info = json.loads(load_tensors(path, "fedl2p checkpoint 1")[1]["info"])
+    assert info == {"round": 3, "failed": {"1": {lost: "gone"}, "3": {lost: "gone"}}}

@@ -20,6 +20,7 @@ from torch import nn
 
 from fedl2p import Config, Data, FedL2P, make_client, report
 from fedl2p.cli import main
+from fedl2p.core import load_tensors, save_tensors
 from fedl2p.report import STYLE, cases, write_report
 from fedl2p.runner import Runner
 from fedl2p.studies.demo import Demo, run_demo
@@ -462,8 +463,20 @@ def test_a_folder_by_fit_shows_gains_recommendations_and_rounds(tmp_path, capsys
     text = write_report([tmp_path / "paper"]).read_text()
     assert "From the first round to the last, β moved" in text and "ask `policy.explain(client)`" in text and text.count("<img") == 2
     assert write_report([tmp_path / "ours", tmp_path / "paper"], tmp_path / "both").read_text().count("<img") == 4
+    path = tmp_path / "ours" / "checkpoint.safetensors"
+    tensors, header = load_tensors(path, "fedl2p checkpoint 1")
+    for names in (("chosen", "common_gain"), ("rounds", -1, "error")):
+        info = json.loads(header["info"])
+        del (info[names[0]] if names[0] == "chosen" else info["rounds"][-1])[names[-1]]
+        save_tensors(path, tensors, {**header, "info": json.dumps(info)})
+        with pytest.raises(ValueError, match=f"checkpoint.safetensors is damaged: {names[-1]} must be there"):
+            cases(tmp_path / "ours")
     (tmp_path / "ours" / "checkpoint.safetensors").unlink()
     with pytest.raises(ValueError, match="ours holds only the trials of an unfinished fit; call fit with this folder again to continue"):
         cases(tmp_path / "ours")
+    tensors, header = load_tensors(tmp_path / "paper" / "checkpoint.safetensors", "fedl2p checkpoint 1")
+    save_tensors(tmp_path / "paper" / "checkpoint.safetensors", tensors, {**header, "settings": '{"seed": []}'})
+    with pytest.raises(ValueError, match=r"checkpoint.safetensors is damaged: settings.seed must be a whole number, got \[\]"):
+        cases(tmp_path / "paper")
     (tmp_path / "paper" / "checkpoint.safetensors").write_bytes(b"{")
     assert main(["report", str(tmp_path / "paper")]) == 1 and "is not a complete safetensors file" in capsys.readouterr().err

@@ -6,6 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+import fedl2p.core
+import fedl2p.rounds
 from fedl2p.client import validate_client
 from fedl2p.config import Config
 from fedl2p.digits import digits_federation, small_cnn
@@ -92,6 +94,27 @@ def test_learning_that_was_stopped_goes_on(model, federation, tmp_path, inputs):
     again = FedL2P(model, config).fit(federation.seen[::-1], tmp_path, Runner(2))
     assert same(whole, again) and again.history == whole.history
     assert [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()] == whole.history
+
+
+@pytest.mark.parametrize("when", range(1, 9))
+def test_a_run_that_was_killed_between_two_files_goes_on_to_the_same_ones(model, federation, tmp_path, monkeypatch, when):
+    """Three rounds and their judgement write two files each; a kill before any of the eight leaves nothing behind at the end."""
+    written, write = [], fedl2p.core.write_file
+
+    def kill(path, content):
+        written.append(path)
+        if len(written) == when:
+            raise KeyboardInterrupt
+        write(path, content)
+
+    whole = FedL2P(model, QUICK).fit(federation.seen, tmp_path / "whole", Runner(0))
+    for module in (fedl2p.core, fedl2p.rounds):
+        monkeypatch.setattr(module, "write_file", kill)
+    with pytest.raises(KeyboardInterrupt):
+        FedL2P(model, QUICK).fit(federation.seen, tmp_path / "killed", Runner(0))
+    assert same(whole, FedL2P(model, QUICK).fit(federation.seen, tmp_path / "killed", Runner(0))) and len(written) >= 8
+    for name in ("checkpoint.safetensors", "rounds.jsonl"):
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
 def test_checkpoint_of_another_model_or_damaged(model, federation, tmp_path):

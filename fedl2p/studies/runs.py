@@ -450,10 +450,10 @@ def _same_start(job: Job, start: str) -> str:
 
 def _filled(job: Job) -> Json:
     "The content of a cell, made now."
-    start, cell, device = time.time(), job.cell, pick_device(job.machine.device)
+    start, cell, device = time.monotonic(), job.cell, pick_device(job.machine.device)
     everybody = federation(job.how, cell.condition.alpha, job.data_seed)
     model = pretrained(job)
-    learning = time.time()
+    learning = time.monotonic()
     who = _same_start(job, fingerprint(model, *everybody.seen, *everybody.unseen))
     with torch.autocast("cuda", torch.bfloat16) if job.machine.amp else nullcontext():
         try:
@@ -464,7 +464,7 @@ def _filled(job: Job) -> Json:
     about = {k: v for k, v in cell.condition._asdict().items() if k != "pool"}
     about |= {"method": cell.method, "seed": cell.seed, "scale": job.scale, "new_clients": job.how.new_clients,
               "pools": ["seen", *["unseen"] * bool(everybody.unseen)],
-              "seconds": round(time.time() - learning, 1), "pretraining_seconds": round(learning - start, 1)}
+              "seconds": round(time.monotonic() - learning, 1), "pretraining_seconds": round(learning - start, 1)}
     hardware = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
     machine = {**versions(), "device": hardware, "amp": job.machine.amp, "compile": job.machine.compile}
     about |= {"start": who, "differs": job.how.differs, "settings": _settings(job), "machine": machine}
