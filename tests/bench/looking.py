@@ -1,6 +1,6 @@
 """What do clients gain in the loss of their trials if a selector that others taught chooses for them? By what it looks at.
 
-    python tests/bench/selectors.py [FOLDER ...]        by default, some of the trials in nbs/experiments/policy
+    python tests/bench/looking.py [FOLDER ...]        by default, some of the trials in nbs/experiments/policy
 
 Each folder holds the trials of one federation. A gain is that over the best single candidate for all, for clients that did not teach
 (three parts, as in `learn_to_choose`); means and errors are over the clients of all folders of a condition. Two references: a linear
