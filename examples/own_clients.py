@@ -1,7 +1,7 @@
-"""From a folder of images to a personalized model that ships: `python examples/own_clients.py [FOLDER DOMAIN]`.
+"""From a folder of images to a personalized model in a file: `python examples/own_clients.py [FOLDER DOMAIN]`.
 
-FOLDER holds <domain>/<class>/<image>, and DOMAIN is the one to pretrain on; without them, images are drawn: seven shapes in four looks.
-Copy and change what you need.
+FOLDER holds <domain>/<class>/<image>, and DOMAIN is the domain to pretrain on. Without them, the script draws images: seven shapes
+in four looks. Copy it and change what you need.
 """
 
 import sys
@@ -18,7 +18,7 @@ from fedl2p.shipping import ship
 
 
 def network(classes: int) -> nn.Module:
-    """Your network goes here: anything with batch norms, best with pretrained weights."""
+    """Your network goes here: any classifier, best with batch norms and pretrained weights."""
     def block(before: int, after: int) -> list[nn.Module]:
         return [nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
 
@@ -43,7 +43,7 @@ def main(folder: str = "", source: str = "photo") -> None:
     look, classes = ToTensor(size=16), class_names(root)
     model = pretrain_on(network(len(classes)), images_in(root / source), classes, look)
 
-    # Four clients of each other domain, of which one comes later; images are read when it is a client's turn.
+    # Four clients for each of the other domains. One of the four comes later. Images are read when they are needed.
     clients: list[Client] = [c for c in clients_from_folder(root, look, clients_each=4) if c.domain != source]
     newcomers = clients[3::4]
     policy = FedL2P(model, Config(epochs=5)).fit([c for c in clients if c not in newcomers])
@@ -53,7 +53,7 @@ def main(folder: str = "", source: str = "photo") -> None:
 
     mine = newcomers[0]
     print(policy.explain(mine))
-    ship(policy.personalize(mine), out / "mine.pt2", mine.test.x)  # runs where there is no fedl2p
+    ship(policy.personalize(mine), out / "mine.pt2", mine.test.x)  # runs without fedl2p
     program = torch.export.load(out / "mine.pt2").module()
     print(f"{(program(mine.test.x).argmax(1) == mine.test.y).float().mean():.0%} right; files are in {out}")
 

@@ -63,7 +63,7 @@ def _cifar10_arrays(root: Path, download: bool) -> dict[str, np.ndarray]:
                 or y.shape != x.shape[:1] or y.dtype.kind not in "iu" or set(y.tolist()) != set(range(10))):
             raise ValueError(
                 f"{path}: x_{part} and y_{part} must be uint8 images [N, 3, 32, 32] and labels [N] with all of 0 to 9; "
-                "delete the file and it is made anew"
+                "delete the file to make it again"
             )
     return arrays
 
@@ -72,7 +72,7 @@ def _data(
     x: Tensor, y: Tensor, hand: Tensor | np.ndarray,
     mean: Sequence[float] = CIFAR_MEAN, std: Sequence[float] = CIFAR_STD
 ) -> Data:
-    "The samples of a client: of uint8 images those with the numbers in its hand, standardised by channel."
+    "The samples of a client: the uint8 images whose numbers it was dealt, standardised by channel."
     from torchvision.transforms.functional import normalize
 
     return Data(normalize(x[hand].float() / 255, mean, std), y[hand])
@@ -85,7 +85,7 @@ def _rank(y: np.ndarray) -> np.ndarray:
 
 
 def _balanced(x: np.ndarray, y: np.ndarray, n: int, rng: torch.Generator, what: str) -> tuple[Tensor, Tensor]:
-    "n images and their labels, by chance but with classes as equal as can be; in the order that they had."
+    "n random images and their labels, in their original order, with classes as equal as possible."
     require(10 <= n <= len(y), f"number of {what}", f"from 10, one for each class, to {len(y)}, all there are", n)
     order = torch.randperm(len(y), generator=rng).numpy()
     chosen = np.sort(order[np.argsort(_rank(y[order]), kind="stable")[:n]])
@@ -93,11 +93,11 @@ def _balanced(x: np.ndarray, y: np.ndarray, n: int, rng: torch.Generator, what: 
 
 # %% ../../nbs/studies/datasets.ipynb #cf565ca0
 def _follow(y: np.ndarray, counts: np.ndarray, rng: torch.Generator) -> list[np.ndarray]:
-    "Deal samples equally, each client's labels in the proportions of its row of counts, as nearly as can be."
+    "Deal samples equally, with each client's labels in the proportions of its row of counts, as closely as possible."
     n_clients, classes = counts.shape
     stock = np.bincount(y, minlength=classes)
     wish = counts / counts.sum(1, keepdims=True) * (len(y) // n_clients)
-    wish *= np.minimum(1, stock / np.maximum(wish.sum(0), 1e-9))  # wishes for a class add up to its samples at most
+    wish *= np.minimum(1, stock / np.maximum(wish.sum(0), 1e-9))  # the wishes for a class add up to at most its samples
     deal = np.floor(wish + 1e-9).astype(int)
     need, left = len(y) // n_clients - deal.sum(1), stock - deal.sum(0)
     fractions = wish - deal + 1e-6 * torch.rand(wish.shape, generator=rng).numpy()  # equal ones in random order
@@ -133,12 +133,12 @@ def _clients(train: Data, test: Data, ids: Sequence[str], alpha: float, seed: in
 
 
 def cifar10(
-    root: str | Path, # folder with cifar10.npz or cifar-10-batches-bin/, or where to download it to
+    root: str | Path, # folder with cifar10.npz or cifar-10-batches-bin/, or to download to
     n_clients: int = 1000, # C, number of clients
     alpha: float = 1000.0, # concentration of the labels; the paper has 1000, 1, 0.5 and 0.1
     seed: int = 0, # seed of all draws
-    size: int = 50, # training images a client, 20% of them for validation
-    test_size: int = 10, # test images a client, from CIFAR-10's test set
+    size: int = 50, # training images of a client, 20% of them for validation
+    test_size: int = 10, # test images of a client, from CIFAR-10's test set
     download: bool = True, # whether to download what is missing
 ) -> list[Client]: # cifar10-0, cifar10-1, ...
     "CIFAR-10 dealt to clients by Dir(alpha); a client's test labels follow its training labels."
@@ -181,7 +181,7 @@ def _cifar10c_arrays(folder: Path, kind: str, severity: int) -> tuple[np.ndarray
     paths = folder / f"{kind}.npy", folder / "labels.npy"
     for path in paths:
         if not path.exists():
-            raise FileNotFoundError(f"{path} is not there; {folder} must hold the files of {CIFAR10C_URL}")
+            raise FileNotFoundError(f"{path} does not exist; {folder} must hold the files of {CIFAR10C_URL}")
     x, y = map(load_npy, paths)
     if x.dtype != np.uint8 or x.shape[1:] != (32, 32, 3) or y.shape != x.shape[:1] or len(y) % 5:
         raise ValueError(
@@ -192,14 +192,14 @@ def _cifar10c_arrays(folder: Path, kind: str, severity: int) -> tuple[np.ndarray
 
 # %% ../../nbs/studies/datasets.ipynb #c1dcbf2f
 def cifar10c(
-    root: str | Path, # folder with CIFAR-10-C/, or where to download it to; with own=True folder with cifar10's files
-    clients_each: int = 25, # clients a corruption
+    root: str | Path, # folder with CIFAR-10-C/, or to download to; with own=True, folder with cifar10's files
+    clients_each: int = 25, # clients for each corruption
     alpha: float = 1000.0, # concentration of the labels
     seed: int = 0, # seed of all draws
-    size: int | None = None, # images a client; None deals out all 10,000 of a corruption
+    size: int | None = None, # images of a client; None: all 10,000 of a corruption are dealt out
     severity: int = 3, # 1 to 5
     corruptions: Sequence[str] = CORRUPTIONS, # names of the corruptions, which are the domains
-    own: bool = False, # make our own corruptions of CIFAR-10's test images instead of reading the official files
+    own: bool = False, # apply our own corruptions to CIFAR-10's test images instead of reading the official files
     download: bool = True, # whether to download what is missing
 ) -> list[Client]: # fog-0, fog-1, ..., or own-fog-0, ...; sorted by domain
     "CIFAR-10-C: each corruption a domain, dealt to its clients by Dir(alpha)."
@@ -222,7 +222,7 @@ def cifar10c(
     return clients
 
 # %% ../../nbs/studies/datasets.ipynb #56243ef7
-# The last two names of Office-Caltech-10 are FedBN's. Domains have the names that their folders may have.
+# The last two names of Office-Caltech-10 are FedBN's. Each domain has the names that its folder may have.
 OFFICE_CLASSES = {name: i for i, name in enumerate(
     "backpack bike calculator headphones keyboard laptop monitor mouse mug projector".split()
 )} | {"back_pack": 0, "laptop_computer": 5}
@@ -236,7 +236,7 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # %% ../../nbs/studies/datasets.ipynb #832b5ca8
 def _domain_clients(root: str | Path, folder: str, domains: Mapping[str, Sequence[str]], classes: dict[str, int],
                     clients_each: int, alpha: float, seed: int, pixels: int, size: int | None) -> list[Client]:
-    "Clients of several domains, all cut to the size of the smallest, each dealt by Dir(alpha)."
+    "Clients of several domains, all reduced to the size of the smallest, each dealt by Dir(alpha)."
     require(pixels >= 1, "pixels", ">= 1", pixels)
     base = Path(root) / folder
     files = {domain: find_images(base, names, classes) for domain, names in domains.items()}
@@ -259,22 +259,22 @@ def _domain_clients(root: str | Path, folder: str, domains: Mapping[str, Sequenc
 
 
 def office(
-    root: str | Path, # folder with office_caltech_10/, in which is <domain>/<class>/<image>, or FedBN's lists
+    root: str | Path, # folder with office_caltech_10/, which holds <domain>/<class>/<image>, or FedBN's lists
     seed: int = 0, # seed of all draws
     pixels: int = 224, # width and height to which images are resized
-    size: int | None = None, # images a client; None is as many as the smallest domain has
+    size: int | None = None, # images of a client; None: as many as the smallest domain has
 ) -> list[Client]: # amazon, caltech, dslr, webcam
-    "Office-Caltech-10: four clients, each with its own source of images, all of the smallest one's size."
+    "Office-Caltech-10: four clients, one for each source, all reduced to the size of the smallest."
     return _domain_clients(root, "office_caltech_10", OFFICE_DOMAINS, OFFICE_CLASSES, 1, 1.0, seed, pixels, size)
 
 
 def domainnet(
-    root: str | Path, # folder with DomainNet/, in which is <domain>/<class>/<image>, or FedBN's lists
-    clients_each: int = 25, # clients a domain
+    root: str | Path, # folder with DomainNet/, which holds <domain>/<class>/<image>, or FedBN's lists
+    clients_each: int = 25, # clients for each domain
     alpha: float = 1000.0, # concentration of the labels
     seed: int = 0, # seed of all draws
     pixels: int = 224, # width and height to which images are resized
-    size: int | None = None, # images a client; None deals out as many of each domain as the smallest has
+    size: int | None = None, # images of a client; None: as many of each domain as the smallest has are dealt out
 ) -> list[Client]: # clipart-0, clipart-1, ...; sorted by domain
     "DomainNet: six styles of FedBN's ten classes, each dealt to its clients by Dir(alpha)."
     return _domain_clients(
@@ -283,12 +283,12 @@ def domainnet(
 
 # %% ../../nbs/studies/datasets.ipynb #d8774dd5
 SPEECH_CLASSES = ("yes", "no", "up", "down", "left", "right", "on", "off", "stop", "go", "unknown", "silence")
-RATE = 16_000 # samples a second
-MIN_CLIPS = 5 # clips that a speaker needs to be a client: fewer leave nothing to split
+RATE = 16_000 # samples per second
+MIN_CLIPS = 5 # clips that a speaker needs to be a client: fewer cannot be split
 
 
 def _second(samples: np.ndarray, start: int = 0) -> np.ndarray:
-    "One second of a recording, padded with zeros if it ends before."
+    "One second of a recording, padded with zeros if it is too short."
     cut = samples[start:start + RATE]
     return np.pad(cut, (0, RATE - len(cut)))
 
@@ -303,12 +303,12 @@ def _mel(seconds: np.ndarray, mels: int) -> np.ndarray:
 
 # %% ../../nbs/studies/datasets.ipynb #8b95352c
 def _speakers(folder: Path) -> tuple[dict[str, list[Path]], set[str]]:
-    "The clips of each speaker who has enough, and the speakers of the validation and test lists."
+    "The clips of each speaker with enough of them, and the speakers of the validation and test lists."
     listed = set()
     for name in ("validation_list.txt", "testing_list.txt"):
         if not (folder / name).exists():
             raise FileNotFoundError(
-                f"{folder / name} is not there; {folder} must hold Speech Commands v0.02: "
+                f"{folder / name} does not exist; {folder} must hold Speech Commands v0.02: "
                 "<word>/<speaker>_nohash_<n>.wav, _background_noise_/, validation_list.txt and testing_list.txt"
             )
         listed |= {Path(line).name.split("_nohash_")[0] for line in (folder / name).read_text().split()}
@@ -321,7 +321,7 @@ def _speakers(folder: Path) -> tuple[dict[str, list[Path]], set[str]]:
 def _speaker_client(
     speaker: str, paths: Sequence[Path], noise: list[np.ndarray], cache: Path, mels: int, seed: int
 ) -> Client:
-    "A speaker's clips, and a tenth as many of silence."
+    "A speaker's clips, and a tenth as many silence clips."
     words = cached(cache / f"{speaker}.npz", key(paths, mels),
                    lambda: _mel(np.stack([_second(read_wav(path, RATE)) for path in paths]), mels))
     y = [SPEECH_CLASSES.index(word) if (word := path.parent.name) in SPEECH_CLASSES[:10] else 10 for path in paths]
@@ -334,20 +334,20 @@ def _speaker_client(
 
 # %% ../../nbs/studies/datasets.ipynb #e11daecf
 def speech(
-    root: str | Path, # folder with SpeechCommands/speech_commands_v0.02/, or where to download it to
+    root: str | Path, # folder with SpeechCommands/speech_commands_v0.02/, or to download to
     n_seen: int = 250, # speakers of the training list, those with the most clips
-    n_unseen: int = 50, # speakers of the validation and test lists, by chance
+    n_unseen: int = 50, # speakers of the validation and test lists, drawn at random
     seed: int = 0, # seed of all draws
     download: bool = True, # whether to download what is missing: 2.3 GB
     mels: int = 40, # mel bands, the height of the spectrograms
 ) -> tuple[list[Client], list[Client]]: # seen and unseen; x is [N, 1, mels, 101], y one of SPEECH_CLASSES
-    "Speech Commands v0.02 with 12 classes, one client a speaker."
+    "Speech Commands v0.02 with 12 classes, one client for each speaker."
     root = Path(root)
     folder = root / "SpeechCommands" / "speech_commands_v0.02"
     if not folder.exists():
         if not download:
             raise FileNotFoundError(
-                f"{folder} is not there; download=True gets it, or unpack speech_commands_v0.02.tar.gz there yourself"
+                f"{folder} does not exist; pass download=True, or unpack speech_commands_v0.02.tar.gz there yourself"
             )
         from torchaudio.datasets import SPEECHCOMMANDS
 
@@ -356,7 +356,7 @@ def speech(
             SPEECHCOMMANDS(root, url="speech_commands_v0.02", download=True)
         except (OSError, RuntimeError) as error:  # no network, a full disk, a wrong checksum
             raise FileNotFoundError(
-                f"{folder} is not there and could not be downloaded ({error}); "
+                f"{folder} does not exist and could not be downloaded ({error}); "
                 "unpack speech_commands_v0.02.tar.gz there yourself"
             ) from error
     clips, listed = _speakers(folder)

@@ -32,14 +32,14 @@ SCALES = get_args(Scale)
 class Setting:
     "How a data set is studied at one scale."
 
-    clients: Callable[[Any, int], Federation] # label shift (None where a client is a speaker) and seed -> clients
+    clients: Callable[[Any, int], Federation] # label shift (None if a client is a speaker) and seed -> clients
     model: Callable[[int], nn.Module] # seed -> network, before pretraining
     config: Config # settings of FedL2P and of fine-tuning
     recipe: Recipe | None # how the network is pretrained; None if it comes pretrained
-    tried: int | None = None # so many of the seen clients try strategies for our own recipe; None is all
-    scored: int | None = None # so many of the seen clients are scored, the same for all methods; None is all
-    new_clients: bool = False # each seed deals new clients and pretrains a model of its own; else all have seed 0's
-    source: str | None = None # data set whose model, pretrained at alpha 1000, is used instead of an own one
+    tried: int | None = None # number of seen clients that try strategies for our own recipe; None: all
+    scored: int | None = None # number of seen clients that are scored, the same for all methods; None: all
+    new_clients: bool = False # new clients and a new pretrained model for each seed; else all share those of seed 0
+    source: str | None = None # data set to pretrain on instead, at alpha 1000
     differs: str = "" # differences from the paper, in words
 
 # %% ../../nbs/studies/settings.ipynb #c6783094
@@ -47,7 +47,7 @@ PAPER = Config.paper() # its defaults are those of section 4.1 and the appendix,
 
 
 def _federation(seen: list[Client], unseen: Sequence[Client] = ()) -> Federation:
-    "Clients of whom those seen also pretrain the network."
+    "A federation whose seen clients also pretrain the network."
     return Federation(seen, seen, list(unseen))
 
 
@@ -59,7 +59,7 @@ def _deal(
 
 
 def _smoke(paper: Setting, stem: Stem, classes: int = 10, **changes: Any) -> Setting:
-    "The same in seconds, with a network of one block."
+    "The same setting in seconds, with a network of one block."
     return replace(
         paper,
         model=lambda seed: small_resnet(stem, classes, width=2, blocks=(1,), stride=2, seed=seed),
@@ -208,7 +208,7 @@ DATASETS = (*_SETTINGS, "digits")
 
 def setting(
     dataset: str, # one of `DATASETS`
-    scale: Scale, # how large; digits are small only
+    scale: Scale, # digits only have "small"
     root: str | Path, # folder with the data
 ) -> Setting:
     "How a data set is studied at a scale."
