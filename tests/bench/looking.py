@@ -26,7 +26,7 @@ from fedl2p.trials import FOLDS, learn_to_choose, read_kept
 POLICY = Path(__file__).parents[2] / "nbs/experiments/policy"
 CONDITIONS = ("cifar10-mixed/small/fedavg-e15", "cifar10/small/fedavg-alpha0.5-e15", "digits/small/fedavg-alpha1000-e5")
 LOOKS = {"ξ and features": ("xi", "features"), "ξ, features and labels": ("xi", "features", "labels"), "labels alone": ("labels",)}
-EMPTY = Data(torch.zeros(0, 1), torch.zeros(0, dtype=torch.int64))
+EMPTY = Data(torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64))  # trials are all that is asked of a client
 
 
 def network(n_inputs: int):
