@@ -468,8 +468,37 @@ class _Until:
 _START = 600.0  # seconds within which the processes of a simulation must start
 
 
+# On a busy machine Ray's processes need minutes. Its workers would let all other processes go first; and who has not
+# come up in 30 s or a minute is started again, and is as slow.
+_PATIENT = {"RAY_worker_niceness": "0", "RAY_worker_register_timeout_seconds": "600",
+            "RAY_agent_register_timeout_ms": "600000", "RAY_health_check_timeout_ms": "60000"}
+
+
+@contextmanager
+def _waiting(seconds: float) -> Iterator[None]:
+    "Ray asks whether its node is there, for 30 s; inside of this block a question waits for the answer."
+    from ray._private import services
+
+    ask, end = services.get_node, time.monotonic() + seconds
+
+    def get_node(*args: Any) -> Any:
+        while True:
+            try:
+                return ask(*args)
+            except RuntimeError:  # not yet
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.1)
+
+    services.get_node = get_node
+    try:
+        yield
+    finally:
+        services.get_node = ask
+
+
 def _start_ray(workers: int) -> None:
-    "Start Ray, on a busy machine several times: it gives some of its processes a fixed 30 s."
+    "Start Ray, if need be several times: on a busy machine it gives up."
     import ray
     from ray._private import ray_constants
 
@@ -479,10 +508,11 @@ def _start_ray(workers: int) -> None:
 
     others = psutil.Process().children(recursive=True)
     while not ray.is_initialized():
-        if hasattr(ray_constants, "RAY_DASHBOARD_STARTUP_TIMEOUT_S"):  # and another one 60 s, which can
+        if hasattr(ray_constants, "RAY_DASHBOARD_STARTUP_TIMEOUT_S"):  # it would have 60 s
             ray_constants.RAY_DASHBOARD_STARTUP_TIMEOUT_S = max(1, int(end - time.monotonic()))
         try:
-            ray.init(num_cpus=workers, log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)
+            with _waiting(min(200.0, end - time.monotonic())):
+                ray.init(num_cpus=workers, log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)
         except Exception as error:
             ray.shutdown()
             for process in psutil.Process().children(recursive=True):  # a start that failed leaves some behind
@@ -535,9 +565,8 @@ def simulate(
     level = log.level
     log.setLevel(logging.ERROR)
     try:
-        # The second is ray's future default; without it, ray warns. Without the third its workers let all
-        # other processes of the machine go first, and on a busy one they do not start for a quarter of an hour.
-        with _environment(RAY_USAGE_STATS_ENABLED="0", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0", RAY_worker_niceness="0"):
+        # The second is ray's future default; without it, ray warns.
+        with _environment(RAY_USAGE_STATS_ENABLED="0", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0", **_PATIENT):
             _start_ray(workers or cores())
             with _on_stop(over):
                 run_simulation(server, app, nodes, backend_config=backend)

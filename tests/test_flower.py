@@ -616,3 +616,25 @@ def test_a_simulation_that_cannot_start_says_so_in_time(monkeypatch):
     with pytest.raises(RuntimeError, match=r"^the processes of the simulation do not start in 0.3 s \(The current node timed out"):
         simulate(len, client_app(load), 1, 1)
     assert 0.3 <= time.monotonic() - begin < 60
+
+
+def test_ray_waits_for_its_own_node(monkeypatch):
+    """It asked for 30 s, and gave up on itself; now each question waits for its answer, but not for ever."""
+    from ray._private import services
+
+    from fedl2p.flower import _waiting
+
+    def get_node(address, node):
+        asked.append(node)
+        if len(asked) < 4:
+            raise RuntimeError("no such node")
+        return {"node": node}
+
+    asked = []
+    monkeypatch.setattr(services, "get_node", get_node)
+    with _waiting(60):
+        assert services.get_node("here", "a") == {"node": "a"} and len(asked) == 4
+    asked = []
+    with _waiting(0.15), pytest.raises(RuntimeError, match="no such node"):
+        services.get_node("here", "b")
+    assert services.get_node is get_node
