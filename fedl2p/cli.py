@@ -163,7 +163,7 @@ def table(
     study: tyro.conf.Positional[Study], # a table of the paper
     scale: Scale = "small", # scale of our results
     out: Path = Path("results"), # folder with results
-    methods: tuple[str, ...] = (), # rows; none is the paper's, and ours that are there
+    methods: tuple[str, ...] = (), # rows of ours; none is the paper's methods, and others that are there
 ) -> None:
     "Show a table of the paper with our numbers; written to OUT/STUDY-SCALE.md, unless it has other rows."
     content = study_table(study, scale, out, methods)

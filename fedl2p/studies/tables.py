@@ -157,7 +157,7 @@ class Tables(NamedTuple):
     tables: Sequence[Table]
     folded: str = "" # what a reader clicks on to see them; empty: they are open
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         notes = dict.fromkeys(note for table in self.tables for note in table.notes)  # each once, below all
         return "\n".join([*(markdown(table._replace(notes=())) for table in self.tables), *(f"{n}\n" for n in notes)])
 
@@ -256,7 +256,7 @@ def accuracies(
     below = ["seeds", "test set ±"] if names else []
     rows = [[METHODS.get(m, m), *(column.get(m, "—") for column in made)] for m in [*names, *below]]
     known = [(paper or {}).get(c, {}) for c in shown]
-    printed = [m for m in methods if any(m in entries for entries in known)]
+    printed = dict.fromkeys(m for entries in known for m in entries)
     rows += [[f"paper: {METHODS[m]}", *(_published(entries.get(m)) for entries in known)] for m in printed]
     return Table([title, *heads], rows)
 
@@ -275,7 +275,7 @@ def study_table(
     study: str, # a key of `fedl2p.studies.published.TABLES`
     scale: str, # one of `SCALES`
     out: str | Path, # folder with results
-    methods: Sequence[str] = (), # rows; none is the paper's, and ours that are there
+    methods: Sequence[str] = (), # rows of ours; none is the paper's methods, and others that are there
     having: Sequence[str] = (), # only conditions for which we have one of these methods, if there are any
 ) -> Tables:
     "A table of the paper with our numbers in it: a part for each data set, pretraining and number of epochs."
