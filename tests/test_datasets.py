@@ -129,7 +129,7 @@ def test_cifar10_more_than_there_is(cifar, options, words):
 
 
 def test_cifar10_missing_says_what_to_put_where(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"cifar-10-batches-bin does not exist; pass download=True .*cifar-10-binary.tar.gz in"):
+    with pytest.raises(FileNotFoundError, match=r"cifar-10-batches-bin does not exist; pass download=True, or unpack .*cifar-10-binary.tar.gz in"):
         cifar10(tmp_path, download=False)
 
 
