@@ -74,7 +74,7 @@ def differences(
         rows.append([name, *(_range([count(d) for d in own.values()]) for own in found.values())])
     return Table([": ".join(filter(None, (title, f"{METHODS[method]} minus"))), *heads], rows, notes=[NOTE.format("In bold:")])
 
-
+# %% ../../nbs/studies/comparisons.ipynb #c0a9d10d
 def comparison(
     study: str, # a key of `fedl2p.studies.published.TABLES`
     scale: str, # one of `SCALES`
