@@ -238,7 +238,7 @@ def test_evidence_takes_the_best_plain_strategy_of_each_row(tmp_path):
             write_cell(tmp_path, method, seed, {"seen": right, "unseen": right[::-1]} if method != "ft-i-best" else {"seen": right})
     table = evidence(results(tmp_path, "small"), both_pools(SPEECH))
     assert table.rows == [
-        ["speech, e 5", "FT (BN I): +20.0 ± 0.0 / 0.0, ahead", "not run", "+60.0 ± 0.0 / 0.0, ahead", "2 / 2"],
-        ["speech, e 5, unseen", "FT (BN G): +25.0 ± 0.0 / 5.0, ahead", "not run", "+60.0 ± 0.0 / 0.0, ahead", "2 / 2"],
+        ["speech, e 5", "BN I: +20.0 ± 0.0 / 0.0, ahead", "not run", "+60.0 ± 0.0 / 0.0, ahead", "2 / 2"],
+        ["speech, e 5, unseen", "BN G: +25.0 ± 0.0 / 5.0, ahead", "not run", "+60.0 ± 0.0 / 0.0, ahead", "2 / 2"],
     ]
     assert "ahead 2, level 0, behind 0, one seed 0" in table.notes[1]

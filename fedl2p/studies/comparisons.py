@@ -74,7 +74,7 @@ def differences(
         rows.append([name, *(_range([count(d) for d in own.values()]) for own in found.values())])
     return Table([": ".join(filter(None, (title, f"{METHODS[method]} minus"))), *heads], rows, notes=[NOTE.format("In bold:")])
 
-
+# %% ../../nbs/studies/comparisons.ipynb #c0a9d10d
 def comparison(
     study: str, # a key of `fedl2p.studies.published.TABLES`
     scale: str, # one of `SCALES`
@@ -114,7 +114,8 @@ def evidence(
         texts = [f"{d}, {verdict(d)}" if d else "not run" for d in found]
         known = [d for d in found if d]
         verdicts.update(verdict(d) for d in found[:1] if d)
-        rows.append([label(c), f"{METHODS[best].partition(',')[0]}: {texts[0]}", *texts[1:],
+        name = METHODS[best].partition("(")[2].partition(")")[0]  # BN C, say
+        rows.append([label(c), f"{name}: {texts[0]}", *texts[1:],
                      f"{_range([d.n_seeds for d in known])} / {_range([d.n_clients for d in known])}"])
     counts = ", ".join(f"{word} {verdicts[word]}" for word in ("ahead", "level", "behind", "one seed"))
     notes = [f"{METHODS[method]} minus others. {NOTE.format('Ahead or behind:')} The best plain strategy, at its best "

@@ -172,7 +172,7 @@ def fold(
     "Tables that a notebook, or a page of the site, shows on a click."
     return Tables([t for part in parts for t in (part.tables if isinstance(part, Tables) else [part])], title)
 
-
+# %% ../../nbs/studies/tables.ipynb #5c1d7e07
 def titles(
     shown: Sequence[Condition], # columns of a table
     unit: str, # title of the column if there is one only
@@ -229,7 +229,7 @@ def _published(entry: Entry | None) -> str:
     mean, sd = entry
     return "diverges" if math.isnan(mean) else f"{mean:.2f}" + (f" ± {sd:.2f}" if sd is not None else "")
 
-
+# %% ../../nbs/studies/tables.ipynb #5c1d7e03
 def _column(cells: Sequence[Json], c: Condition, methods: Sequence[str], own: Sequence[str]) -> dict[str, str]:
     "Accuracy of each method under a condition, the best in bold; seeds; error of the best over clients."
     row = collect([cell for cell in cells if condition_of(cell, c.pool) == c]).get(c, {})
@@ -241,7 +241,7 @@ def _column(cells: Sequence[Json], c: Condition, methods: Sequence[str], own: Se
     texts = {m: _entry(row[m], seeds, m in best) for m in methods if m in row}
     return {**texts, "seeds": str(len(seeds) or "—"), "test set ±": "—" if error is None else f"{error:.1f}"}
 
-# %% ../../nbs/studies/tables.ipynb #5c1d7e03
+
 def accuracies(
     cells: Sequence[Json], # from `results`
     shown: Sequence[Condition], # columns
