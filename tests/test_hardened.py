@@ -138,7 +138,7 @@ def test_small_files_take_no_large_memory(tmp_path):
 def test_a_large_json_file_is_not_read(tmp_path, monkeypatch):
     (tmp_path / "a.json").write_text("[1, 2, 3]")
     monkeypatch.setattr(core, "_JSON_BYTES", 5)
-    with pytest.raises(ValueError, match="a.json is damaged .file must be a regular file of at most 64 MB"):
+    with pytest.raises(ValueError, match="a.json is damaged .file must be a regular file of at most"):
         read_json(tmp_path / "a.json")
 
 
