@@ -309,7 +309,7 @@ def test_what_a_client_is_stays(recwarn):
 
 def test_help_shows_what_parameters_mean():
     assert "Args:\n    root: folder with root/<client or domain>/<class>/<image>\n" in (clients_from_folder.__doc__ or "")
-    assert "    transform: from an image of Pillow's to a tensor\n" in (clients_from_folder.__doc__ or "")  # without its noqa
+    assert "    transform: from a Pillow image to a tensor\n" in (clients_from_folder.__doc__ or "")  # without its noqa
     assert "Returns:\n    in alphabetical order" in (class_names.__doc__ or "")
     assert "Attributes:\n    size: width and height\n" in (ToTensor.__doc__ or "")
 
