@@ -461,7 +461,7 @@ def test_a_folder_by_fit_shows_gains_recommendations_and_rounds(tmp_path, capsys
     assert all(f"<td>{c.id}</td><td>{policy.explain(c).words}</td>" in text for c in clients)
     assert policy.gained.rows[1][0] in text and text.count("<img") == 2 and "3 rounds in total" in text
     text = write_report([tmp_path / "paper"]).read_text()
-    assert "From the first round to the last, β moved" in text and "ask `policy.explain(client)`" in text and text.count("<img") == 2
+    assert "From the first round to the last, β moved" in text and "see `policy.explain(client)`" in text and text.count("<img") == 2
     assert write_report([tmp_path / "ours", tmp_path / "paper"], tmp_path / "both").read_text().count("<img") == 4
     path = tmp_path / "ours" / "checkpoint.safetensors"
     tensors, header = load_tensors(path, "fedl2p checkpoint 1")
