@@ -62,7 +62,7 @@ class Course(NamedTuple):
 
     def after(self, r: Round, keep: Keep, final: bool = False) -> "Course":
         """The course after one more round. The losses of a round belong to the lambda that was sent out. With
-        keep="after" they are those of all meta-steps and belong to the lambda after the round, as in the authors' code."""
+        keep="after" they are those of all meta-steps and belong to the lambda after it, as in the authors' code."""
         record = _record(r) | ({"final": True} if final else {})
         better = _loss(record) < min(map(_loss, self.history), default=float("inf"))
         now = self.now if final else r.state
@@ -276,7 +276,8 @@ def learn(
         tell(watch, course.history[-1])
     if course.history and not any(r["clients"] for r in course.history):
         reasons = [reason for r in course.history for reason in r["failed"].values()]
-        raise RuntimeError(f"no client answered in any round, so nothing was learned; the first reason: {''.join(reasons[:1])}")
+        first = reasons[0] if reasons else "unknown"
+        raise RuntimeError(f"no client answered in any round, so nothing was learned; the first reason: {first}")
     if talks:
         conclude(model, config, course.policy, gained(course.trials, course.history), clients, runner)
     start = untrained(model, config, course.now).state_dict()

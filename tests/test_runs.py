@@ -140,7 +140,7 @@ def test_damaged_and_foreign_cells_are_refused(world, capsys):
     path = job(run).path
     good = path.read_text()
     write_json(path, {**json.loads(good), "settings": {**json.loads(good)["settings"], "lr": 5.0}})
-    with pytest.raises(ValueError, match="result of other settings: lr was 5.0 and is 0.01"):
+    with pytest.raises(ValueError, match="result for other settings: lr was 5.0 and is 0.01"):
         run_study(run)
     path.write_text(good[:100])
     with pytest.raises(ValueError, match="is damaged"):
@@ -250,7 +250,7 @@ def test_divergence_is_a_result(world, tmp_path):
 def test_other_clients_or_models_are_noticed(world, tmp_path):
     run_study(replace(one(world), out=tmp_path))
     made_up.cifar10(tmp_path, n=130)
-    with pytest.raises(ValueError, match="other clients or another pretrained model|other settings: model and clients"):
+    with pytest.raises(ValueError, match="other clients or with another pretrained model|other settings: model and clients"):
         run_study(replace(one(tmp_path, "ft-g"), out=tmp_path))
 
 

@@ -118,7 +118,7 @@ def open_folder(
             raise ValueError(f"{out} holds results for other settings: {changes}; {advice}")
         write_json(config, settings)
         if load_or_make(out / "versions.json", versions) != versions():
-            warn(f"{out} was started with other versions (see versions.json) than those installed now; numbers may differ")
+            warn(f"{out} was started with other versions than those installed (see versions.json); numbers may differ")
     except OSError as error:
         raise OSError(f"out must be a folder to write in, got {out} ({error})") from error
 
@@ -150,7 +150,7 @@ def _about(seeds: list[int]) -> str:
         return f"Test accuracy in percent; one seed, {seeds[0]}, so no ±."
     over = ", ".join(map(str, seeds))
     return (f"Test accuracy in percent: mean ± standard deviation over the seeds {over}. Each has "
-            "clients and a pretrained model of its own, so the deviation includes the draw of both, and of the test set.")
+            "clients and a pretrained model of its own, so the deviation includes the draws of both and of test sets.")
 
 
 def differences(
