@@ -476,17 +476,24 @@ _PATIENT = {"RAY_worker_niceness": "0", "RAY_worker_register_timeout_seconds": "
 
 @contextmanager
 def _waiting(seconds: float) -> Iterator[None]:
-    "Ray asks whether its node is there, for 30 s; inside of this block a question waits for the answer."
+    "Ray asks for 30 s whether its node is there; inside of this block a question waits for the answer."
+    import psutil
     from ray._private import services
 
     ask, end = services.get_node, time.monotonic() + seconds
+
+    def dead() -> bool:
+        with suppress(psutil.NoSuchProcess):
+            children = psutil.Process().children()
+            return any(child.name() == "raylet" and child.status() == psutil.STATUS_ZOMBIE for child in children)
+        return False
 
     def get_node(*args: Any) -> Any:
         while True:
             try:
                 return ask(*args)
             except RuntimeError:  # not yet
-                if time.monotonic() > end:
+                if time.monotonic() > end or dead():
                     raise
                 time.sleep(0.1)
 

@@ -1,6 +1,7 @@
 """The same federation on Flower: equal numbers, hostile and silent nodes, restarts. Nodes are calls here; test_flower_simulation.py and test_flower_deployment.py have processes."""
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -618,8 +619,8 @@ def test_a_simulation_that_cannot_start_says_so_in_time(monkeypatch):
     assert 0.3 <= time.monotonic() - begin < 60
 
 
-def test_ray_waits_for_its_own_node(monkeypatch):
-    """It asked for 30 s, and gave up on itself; now each question waits for its answer, but not for ever."""
+def test_ray_waits_for_its_own_node(monkeypatch, tmp_path):
+    """It asked for 30 s, and gave up on itself; now each question waits for its answer, but not for ever, nor for a process that is dead."""
     from ray._private import services
 
     from fedl2p.flower import _waiting
@@ -637,4 +638,10 @@ def test_ray_waits_for_its_own_node(monkeypatch):
     asked = []
     with _waiting(0.15), pytest.raises(RuntimeError, match="no such node"):
         services.get_node("here", "b")
-    assert services.get_node is get_node
+    shutil.copy(shutil.which("true"), tmp_path / "raylet")
+    raylet = subprocess.Popen([tmp_path / "raylet"])
+    os.waitid(os.P_PID, raylet.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has asked how
+    asked = []
+    with _waiting(600), pytest.raises(RuntimeError, match="no such node"):
+        services.get_node("here", "c")
+    assert raylet.wait() == 0 and len(asked) == 1 and services.get_node is get_node
