@@ -73,7 +73,7 @@ WORK: dict[str, Callable[..., Any]] = { # everything that a server can ask for
     "score": score_policy,
 }
 _DIVERGED, _LOST, _RAISED = 1001, 1002, 2  # error codes: two of our own, and Flower's for an app that raised
-_DROPPED = (3, 4, 5, 8)  # Flower's: a message or its answer was lost, or a node or its process was not heard from in time
+_DROPPED = (3, 4, 5, 8)  # Flower's: a message or its answer was lost, or a node or process was not heard from in time
 
 
 class ModelLost(FileNotFoundError):
@@ -281,7 +281,7 @@ class Nodes:
         return iter(_private(outcomes, task.state, self.privacy) if self.privacy and learned else outcomes)
 
     def _ask(self, work: str, task: Task, nodes: Sequence[int]) -> tuple[dict[int, Message], str]:
-        "Answers by node, and the name of the model: a node that lacks it gets it, one that lost it or its answer is asked again."
+        "Answers by node, and the name of the model: a node that lacks it gets it; lost messages are sent again."
         name = "" if work == "train" else fingerprint(task.model)
         kind = "evaluate" if work in ("score", "validate") else "train"
         config = {"work": work, "model": name, "round": task.number, "settings": json.dumps(asdict(task.settings))}

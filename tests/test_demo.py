@@ -225,7 +225,7 @@ def test_a_policy_that_was_deleted_is_missed(unbroken, tmp_path):
     out = tmp_path / "out"
     shutil.copytree(unbroken[0], out)
     (out / CELLS / "fedl2p-ift-seed3" / "policy.safetensors").unlink()
-    with pytest.warns(RuntimeWarning, match="fedl2p-ift-seed3.json is there, but its policy is not; delete the file to make both again"):
+    with pytest.warns(RuntimeWarning, match="fedl2p-ift-seed3.json exists, but its policy.safetensors does not; delete the file to make both again"):
         assert main(["demo", *SMALL, "--out", str(out)]) == 0
 
 

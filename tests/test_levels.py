@@ -16,10 +16,10 @@ LEVELS = [
     "frozen finetune evaluation many",
     "runner checkpoint federated robust config policy scoring",
     "pretraining client",
-    "trials cost explain worth rounds learner",
-    "analysis clusters fitted",
+    "trials cost analysis explain worth rounds learner",
+    "clusters fitted",
     # Nothing before the studies may import them, since they come later.
-    "flower " + " ".join(f"studies.{m}" for m in "files corruptions models published datasets settings runs tables demo simulation".split()),
+    "flower " + " ".join(f"studies.{m}" for m in "files corruptions models published datasets settings runs tables comparisons demo simulation".split()),
     "report cli",
 ]
 MODULES = [module for level in LEVELS for module in level.split()]

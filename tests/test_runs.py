@@ -66,7 +66,7 @@ def test_every_study_with_one_command(world, study, capsys):
     wanted = cells(Run(study, "smoke", (0.5,), (1,), (0,)))
     assert all(cell.path(world / "results", "smoke").exists() for cell in wanted)
     shown = capsys.readouterr().out
-    assert "| ours |" in shown and "Ours: scale smoke, seeds 0" in shown
+    assert "e 1" in shown and "| seeds | 1 " in shown and "Ours: scale smoke, seeds 0" in shown
     assert main(command(world, "table", study)) == 0
     assert (world / "results" / f"{study}-smoke.md").read_text() in capsys.readouterr().out
 
@@ -175,7 +175,7 @@ def test_missing_data_leave_out_a_data_set_only(world, tmp_path, capsys):
     with pytest.warns(RuntimeWarning, match="office is left out"):
         assert main(["run", *args]) == 1
     said = capsys.readouterr()
-    assert "| cifar10 | 0.5 | 1 | fedavg | ours |" in said.out
+    assert "| cifar10, alpha 0.5, e 1 | accuracy |\n|---|---:|\n| FT (BN C) |" in said.out
     assert "office is left out: put images into" in said.err and "domainnet is left out" in said.err
     with pytest.warns(RuntimeWarning):
         assert main(["run", "office", *args[1:]]) == 1

@@ -16,7 +16,17 @@ from ..analysis import Difference, gains, mean_gain
 from ..core import Json, Table
 from .published import TABLES, Condition
 from .runs import FAIR, METHODS, TUNED
-from .tables import Tables, collect, condition_of, groups, label, records, results, shared_seeds, titles
+from fedl2p.studies.tables import (
+    Tables,
+    collect,
+    condition_of,
+    groups,
+    label,
+    records_of,
+    results,
+    shared_seeds,
+    titles,
+)
 
 # %% ../../nbs/studies/comparisons.ipynb #7cb27939
 def paired(
@@ -26,7 +36,7 @@ def paired(
     second: str, # id of a method
 ) -> Difference | None: # in percentage points; None if no client has both
     "How much better the first method is than the second, client by client."
-    by_client = gains(records(cells, condition), first, second, condition.pool)
+    by_client = gains(records_of(cells, condition), first, second, condition.pool)
     return mean_gain(by_client) if by_client else None
 
 
@@ -40,8 +50,8 @@ def verdict(
     return "ahead" if difference.mean > bound else "behind" if difference.mean < -bound else "level"
 
 # %% ../../nbs/studies/comparisons.ipynb #c0a9d106
-NOTE = ("Percentage points on the same clients: mean ± standard error over seeds / over clients; a dash for one seed or "
-        "one client. {} more than twice the larger error.")
+NOTE = ("Percentage points on the same clients: mean ± standard error over seeds / over clients; a dash for one seed "
+        "or one client. {} more than twice the larger error.")
 
 
 def _range(numbers: Sequence[int]) -> str:
@@ -72,7 +82,8 @@ def differences(
             for m in others if any(m in own for own in found.values())]
     for name, count in (("seeds", lambda d: d.n_seeds), ("clients", lambda d: d.n_clients)):
         rows.append([name, *(_range([count(d) for d in own.values()]) for own in found.values())])
-    return Table([": ".join(filter(None, (title, f"{METHODS[method]} minus"))), *heads], rows, notes=[NOTE.format("In bold:")])
+    head = [": ".join(filter(None, (title, f"{METHODS[method]} minus"))), *heads]
+    return Table(head, rows, notes=[NOTE.format("In bold:")])
 
 # %% ../../nbs/studies/comparisons.ipynb #c0a9d10d
 def comparison(

@@ -116,8 +116,11 @@ def _follow(y: np.ndarray, counts: np.ndarray, rng: torch.Generator) -> list[np.
 def _images(root: Path, n_clients: int, size: int, test_size: int, seed: int, download: bool) -> list[Data]:
     "Images to train on and to test by, with equal classes, for so many clients; not standardised yet."
     arrays = _cifar10_arrays(root, download)
-    return [Data(*_balanced(arrays[f"x_{part}"], arrays[f"y_{part}"], n_clients * each, generator(seed, "cifar10", part),
-                            f"{part} images (n_clients * {each})")) for part, each in (("train", size), ("test", test_size))]
+    return [
+        Data(*_balanced(arrays[f"x_{part}"], arrays[f"y_{part}"], n_clients * each, generator(seed, "cifar10", part),
+                        f"{part} images (n_clients * {each})"))
+        for part, each in (("train", size), ("test", test_size))
+    ]
 
 
 def _clients(train: Data, test: Data, ids: Sequence[str], alpha: float, seed: int, domain: str = "") -> list[Client]:
