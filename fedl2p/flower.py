@@ -527,7 +527,7 @@ def _start_ray(workers: int) -> None:
                     with suppress(psutil.NoSuchProcess):
                         process.kill()
             if time.monotonic() > end:
-                raise RuntimeError(f"processes of the simulation did not start in {_START:g} s ({error})") from error
+                raise RuntimeError(f"the processes of the simulation did not start in {_START:g} s ({error})") from None
     if threading.current_thread() is threading.main_thread() and handler is not None:
         signal.signal(signal.SIGTERM, handler)  # Ray has set its own
 

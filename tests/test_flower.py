@@ -614,7 +614,7 @@ def test_a_simulation_that_cannot_start_says_so_in_time(monkeypatch):
     monkeypatch.setattr(flower, "_START", 0.3)
     monkeypatch.setenv("PYTHONPATH", "")
     begin = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"^the processes of the simulation do not start in 0.3 s \(The current node timed out"):
+    with pytest.raises(RuntimeError, match=r"^the processes of the simulation did not start in 0.3 s \(The current node timed out"):
         simulate(len, client_app(load), 1, 1)
     assert 0.3 <= time.monotonic() - begin < 60
 
