@@ -6,6 +6,7 @@
 __all__ = ['LossFunction', 'with_loss', 'loss_of', 'total_loss', 'loss_name']
 
 # %% ../nbs/library/losses.ipynb #1d05e9b6
+import re
 from collections.abc import Callable
 
 from torch import Tensor, nn
@@ -51,4 +52,7 @@ def loss_name(
 ) -> str: # empty for cross-entropy
     "A name for the loss of a model, to tell the files of different losses apart."
     loss = loss_of(model)
-    return "" if loss is F.cross_entropy else getattr(loss, "__qualname__", repr(loss))
+    if loss is F.cross_entropy:
+        return ""
+    # Addresses differ from process to process; what is left of a partial or a module names its settings.
+    return getattr(loss, "__qualname__", None) or re.sub(" at 0x[0-9a-f]+", "", repr(loss))

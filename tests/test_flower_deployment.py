@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import shutil
 import signal
 import socket
@@ -9,11 +10,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from fedl2p.config import Config
-from fedl2p.core import load_tensors
+from fedl2p.core import claimed, load_tensors
 from fedl2p.digits import digits_federation, small_cnn
 from fedl2p.learner import FedL2P
 from fedl2p.runner import Runner
@@ -186,3 +188,11 @@ def test_processes_that_start_slowly_are_waited_for(tmp_path):
         assert deployment.log("node-0").count("Start `flwr-clientapp` process") == 4  # who, learn, validate, score
     finally:
         deployment.stop()
+
+
+def test_a_second_server_in_a_folder_stops_before_it_asks_anybody(tmp_path):
+    main = runpy.run_path(str(ROOT / "nbs" / "flower" / "app.py"))["main"]
+    settings = {"out": str(tmp_path), "nodes": 2, "timeout": 1.0, "noise": 0.0, "pretraining-rounds": 1}
+    with claimed(tmp_path), pytest.raises(RuntimeError, match="another run is using"):
+        main(None, SimpleNamespace(run_config=settings))  # no grid: a question would be an AttributeError
+    assert not list(tmp_path.iterdir())

@@ -10,7 +10,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedl2p import Config, FedL2P, pretrain
 from fedl2p.analysis import records
-from fedl2p.core import write_json
+from fedl2p.core import claimed, write_json
 from fedl2p.digits import digits_federation, small_cnn
 from fedl2p.flower import Nodes, Privacy, client_app
 from fedl2p.pretraining import Recipe
@@ -29,14 +29,14 @@ server = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     run = context.run_config
     out = Path(run["out"])
-    out.mkdir(parents=True, exist_ok=True)
     nodes = Nodes(grid, run["timeout"], Privacy(run["noise"], run["clip"]) if run["noise"] else None)
-    clients = nodes.clients(run["nodes"], run["timeout"], out / "clients.json")
     runner = Runner(transport=nodes, progress=bar)
     model = small_cnn()
-    if run["pretraining-rounds"]:
-        recipe = Recipe(rounds=run["pretraining-rounds"], fraction=run["fraction"])
-        model = pretrain(model, clients, recipe, runner, out / "pretraining.safetensors")
+    with claimed(out):  # as `fit` does: a second server in the folder stops here
+        clients = nodes.clients(run["nodes"], run["timeout"], out / "clients.json")
+        if run["pretraining-rounds"]:
+            recipe = Recipe(rounds=run["pretraining-rounds"], fraction=run["fraction"])
+            model = pretrain(model, clients, recipe, runner, out / "pretraining.safetensors")
     config = Config.paper(lr=0.01, epochs=run["epochs"], rounds=run["rounds"], fraction=run["fraction"], estimator=run["estimator"])
     learner = FedL2P(model, config).fit(clients, out, runner)
     if nodes.privacy:  # the best round was chosen by exact losses, which would give away what the noise hides
