@@ -16,6 +16,7 @@ import torch
 
 from fedl2p.bn import mix_bn
 from fedl2p.config import Config
+from fedl2p.core import Json, State
 from fedl2p.data import Client, Data
 from fedl2p.digits import small_cnn
 from fedl2p.policy import untrained
@@ -38,14 +39,19 @@ def network(n_inputs: int):
     raise ValueError(f"inputs must be those of a network of the digits or of CIFAR-10, got {n_inputs} of them")
 
 
-def chosen(clients: list[Client], looks: tuple) -> tuple[float, float]:
-    "Gain and error of the selector, by its own check."
+def learned(clients: list[Client], looks: tuple) -> tuple[State, Json]:
+    "A selector that learned from the trials of clients, and what it found out about itself."
     inputs = torch.stack([c.kept["inputs"] for c in clients])
     model, config = network(inputs.shape[1]), Config(looks_at=looks)
     selector, deviation = untrained(model, config), inputs.std(0, unbiased=False)
     selector.center.copy_(inputs.mean(0))
     selector.deviation.copy_(torch.where(deviation > 1e-6 * (1 + inputs.mean(0).abs()), deviation, 1.0))
-    found = learn_to_choose(model, config, dict(selector.state_dict()), clients)[1]
+    return learn_to_choose(model, config, dict(selector.state_dict()), clients)
+
+
+def chosen(clients: list[Client], looks: tuple) -> tuple[float, float]:
+    "Gain and error of the selector, by its own check."
+    found = learned(clients, looks)[1]
     return found["gain"], found["error"]
 
 

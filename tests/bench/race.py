@@ -7,12 +7,14 @@ on digits, half a minute on CIFAR-10. These tables are kept in FOLDER, one file 
 are there are read: `python tests/bench/race.py tests/bench/race` shows ours. On each table the race is run again by its rule:
 candidates that it would have stopped are not looked at later. How often the full table itself changes its mind if one of its splits is
 left out says how much equality there is to ask for.
-For the first client that is new, the race of `trial_losses` itself must agree.
+For the first client that is new, the race of `trial_losses` itself must agree. On digits, policies are learned from both, too: what
+they recommend is what a client gets, and a policy learns from the losses of all candidates, also of those that stopped early.
 """
 
 import argparse
 import json
 import math
+import re
 import statistics
 import sys
 from collections.abc import Iterator
@@ -20,13 +22,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from looking import learned
 
 from fedl2p.bn import mix_bn
+from fedl2p.policy import profile_of
 from fedl2p.pretraining import pretrain
 from fedl2p.runner import Runner
-from fedl2p.selector import candidates
+from fedl2p.selector import candidates, inputs_of, scores_of
 from fedl2p.studies.runs import drawn
-from fedl2p.studies.settings import setting
+from fedl2p.studies.settings import DIGITS, setting
 from fedl2p.trials import rungs, trial_losses
 
 TRIALS = sys.modules[trial_losses.__module__]
@@ -54,6 +58,42 @@ def choices(table) -> tuple[int, int]:
         ranked = sorted(alive, key=lambda i: (rung[i].item(), i))
         alive = ranked[: math.ceil(len(ranked) / 3)]
     return ranked[0], int(means[-1].argmin())
+
+
+def raced_losses(table) -> torch.Tensor:
+    "The losses that the race tells, as `trial_losses` does: those that stopped early improve as the others did."
+    means = torch.tensor(table).mean(1)
+    alive, found, worst = list(range(means.shape[1])), [], 2 * math.log(10)
+    for rung in means:
+        found.append({i: rung[i].item() for i in alive})
+        alive = sorted(alive, key=lambda i: (rung[i].item(), i))[: math.ceil(len(alive) / 3)]
+    losses, last = means[0].clone(), found[-1]
+    for own in found:
+        falls = sum(last.values()) / max(sum(own[i] for i in last), 1e-12)
+        for i, loss in own.items():
+            losses[i] = worst if loss >= worst - 1e-5 else min(falls * loss, worst)  # tables have five digits
+    return losses
+
+
+def full_losses(table) -> torch.Tensor:
+    return torch.tensor(table)[-1].mean(0)
+
+
+def recommended(alpha: float, seed: int, tables: dict) -> tuple[float, float]:
+    "How often a policy that learned from the race recommends to a client of the digits what one from full tables does, and the regret."
+    everybody = DIGITS.clients(alpha, seed)
+    model = mix_bn(pretrain(DIGITS.model(seed), everybody.pretraining, replace(DIGITS.recipe, seed=seed), Runner(0)), verbose=False)
+    config = replace(DIGITS.config.ours(), seed=seed)
+    inputs = {c.id: inputs_of(profile_of(model, config, c.samples("train+val"), (seed, "learning", 1, c.id))) for c in [*everybody.seen, *everybody.unseen]}
+
+    def answers(losses) -> dict[str, int]:
+        clients = [replace(c, kept={"losses": losses(tables[c.id]), "inputs": inputs[c.id]}) for c in everybody.seen]
+        state, _ = learned(clients, config.looks_at)
+        return {id: int(scores_of(state, x).argmax()) for id, x in inputs.items()}
+
+    raced, full = answers(raced_losses), answers(full_losses)
+    regret = statistics.mean((full_losses(tables[id])[raced[id]] - full_losses(tables[id])[full[id]]).item() for id in inputs)
+    return statistics.mean(raced[id] == full[id] for id in inputs), regret
 
 
 def without_a_split(table) -> float:
@@ -118,6 +158,11 @@ def report(folder: Path) -> None:
         n = len(kept["tables"])
         print(f"| {condition.stem} | {n} | {100 * equal / n:.0f}% ({100 * close / n:.0f}%) "
               f"| {100 * statistics.mean(again):.0f}% | {statistics.mean(regret):.4f} | {kept['ratio']:.2f} |")
+    print("\n| condition | policies recommend the same | regret in loss |\n|---|--:|--:|")
+    for condition in sorted(folder.glob("digits-*.json")):
+        alpha, seed = re.fullmatch(r"digits-alpha(.+)-e\d+-seed(\d+)", condition.stem).groups()
+        same, regret = recommended(float(alpha), int(seed), json.loads(condition.read_text())["tables"])
+        print(f"| {condition.stem} | {100 * same:.0f}% | {regret:.4f} |")
     print("\n<details><summary>What the race missed, of all candidates</summary>\n")
     print("\n".join(missed) + "\n\n</details>")
 
