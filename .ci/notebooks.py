@@ -39,7 +39,7 @@ def notebooks() -> list[Path]:
 
 def first_cell(path: Path) -> str:
     """The hidden first cell: on Colab it installs the package, and leaves Colab's torch alone; some also need result files."""
-    flower = " " + SETTINGS["flower_requirements"] if path.stem in ("flower", "simulation") else ""
+    flower = " " + SETTINGS["flower_requirements"] if path.stem in ("flower", "node", "simulated", "simulation") else ""
     packages = " ".join(f'"{p}"' for p in (SETTINGS["colab_requirements"] + flower).split())
     results = f"""
     !git clone -q --depth 1 --branch {BRANCH} https://github.com/{OWNER} /content/{SETTINGS["repo"]}

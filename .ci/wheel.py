@@ -36,7 +36,7 @@ for name, code in {codes!r}.items():
         sys.exit(name + " does not import alone")
     print("imports alone:", name)
 """
-FLOWER = ("fedl2p.flower", "fedl2p.studies.simulation")
+FLOWER = ("fedl2p.flower", "fedl2p.node", "fedl2p.simulated", "fedl2p.studies.simulation")
 HEAVY = ("torchvision", "torchaudio", "matplotlib")
 
 

@@ -31,7 +31,9 @@ from federation import QUICK, TRIALS, fit, load, network, same, seen, stop_after
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict  # noqa: E402
 from grid import Here, lean  # noqa: E402
 
-from fedl2p.flower import WORK, Nodes, Privacy, _read, client_app, simulate  # noqa: E402
+from fedl2p.flower import Nodes, Privacy, _read  # noqa: E402
+from fedl2p.node import WORK, client_app  # noqa: E402
+from fedl2p.simulated import simulate  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:the lowest validation loss was that of the meta-nets at their start", "ignore:round")
 
@@ -466,7 +468,7 @@ def test_a_server_cannot_look_around_on_a_node(here, tmp_path):
 
 
 def test_a_node_keeps_a_few_models_only(tmp_path):
-    from fedl2p.flower import _MODELS, _keep
+    from fedl2p.node import _MODELS, _keep
 
     for seed in range(_MODELS + 3):
         _keep(small_cnn(width=4), tmp_path, ArrayRecord({k: Array(t.numpy()) for k, t in mix_bn(small_cnn(width=4, seed=seed), verbose=False).state_dict().items()}))
@@ -481,7 +483,7 @@ def arrays_of(seed):
 
 def test_a_clock_that_was_set_back_does_not_cost_a_node_its_new_model(tmp_path):
     """The oldest file goes; by such a clock that was the one just written, in every round."""
-    from fedl2p.flower import _MODELS, _keep
+    from fedl2p.node import _MODELS, _keep
 
     for seed in range(_MODELS):
         _keep(small_cnn(width=4), tmp_path, arrays_of(seed))
@@ -494,7 +496,7 @@ def test_a_clock_that_was_set_back_does_not_cost_a_node_its_new_model(tmp_path):
 
 def test_half_a_model_of_a_dead_process_is_swept(tmp_path):
     """A day later: before, another node of the same machine may still be writing it."""
-    from fedl2p.flower import _keep
+    from fedl2p.node import _keep
 
     old, new = (tmp_path / f"0123456789abcdef.safetensors.{pid}.part" for pid in (123, 456))
     for path in (old, new):
@@ -554,7 +556,7 @@ def test_flower_is_a_transport_only():
     done = python("""
 import os, sys
 before = dict(os.environ)
-import fedl2p.flower
+import fedl2p.flower, fedl2p.node, fedl2p.simulated
 assert dict(os.environ) == before, set(os.environ.items()) ^ set(before.items())
 assert not [name for name in sys.modules if name.startswith("fedl2p.studies")]
 """)
@@ -568,10 +570,18 @@ import pkgutil, sys
 sys.modules["flwr"] = None  # every import of it fails
 import fedl2p, importlib
 names = [module.name for module in pkgutil.walk_packages(fedl2p.__path__, "fedl2p.")]
-assert {"fedl2p.learner", "fedl2p.flower", "fedl2p.studies.runs", "fedl2p.studies.simulation"} <= set(names)
+on_flower = ["fedl2p.flower", "fedl2p.node", "fedl2p.simulated", "fedl2p.studies.simulation"]
+assert {"fedl2p.learner", "fedl2p.studies.runs", *on_flower} <= set(names)
 for name in names:
-    if name not in ("fedl2p.flower", "fedl2p.studies.simulation"):
+    if name not in on_flower:
         importlib.import_module(name)
+for name in on_flower[:3]:
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        assert str(error) == f'{name} needs Flower: pip install "fedl2p[flower]"', error
+    else:
+        raise AssertionError(name)
 from fedl2p.cli import main
 assert main(["flower", "cifar10"]) == 1
 """)
@@ -583,7 +593,7 @@ def test_a_start_that_fails_leaves_no_processes_to_the_next(monkeypatch):
     """On a busy machine Ray gives up on itself; what it had started ran on, and made the machine busier still."""
     import ray
 
-    from fedl2p import flower
+    from fedl2p import simulated
 
     started = []
 
@@ -595,7 +605,7 @@ def test_a_start_that_fails_leaves_no_processes_to_the_next(monkeypatch):
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray, "is_initialized", lambda: len(started) == 3)
     monkeypatch.setenv("PYTHONPATH", "")
-    flower._start_ray(1)
+    simulated._start_ray(1)
     first, second, third = started
     assert first.wait(60) == second.wait(60) == -9 and third.poll() is None
     third.kill()
@@ -605,13 +615,13 @@ def test_a_start_that_fails_leaves_no_processes_to_the_next(monkeypatch):
 def test_a_simulation_that_cannot_start_says_so_in_time(monkeypatch):
     import ray
 
-    from fedl2p import flower
+    from fedl2p import simulated
 
     def init(**settings):
         raise Exception("The current node timed out during startup.")
 
     monkeypatch.setattr(ray, "init", init)
-    monkeypatch.setattr(flower, "_START", 0.3)
+    monkeypatch.setattr(simulated, "_START", 0.3)
     monkeypatch.setenv("PYTHONPATH", "")
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match=r"^the processes of the simulation did not start in 0.3 s \(The current node timed out"):
@@ -623,7 +633,7 @@ def test_ray_waits_for_its_own_node(monkeypatch, tmp_path):
     """It asked for 30 s, and gave up on itself; now each question waits for its answer, but not for ever, nor for a process that is dead."""
     from ray._private import services
 
-    from fedl2p.flower import _waiting
+    from fedl2p.simulated import _waiting
 
     def get_node(address, node):
         asked.append(node)

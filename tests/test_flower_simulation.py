@@ -22,7 +22,9 @@ from federation import PRETRAINING, QUICK, fit, load, network, same, seen, stop_
 from flwr.app import Array  # noqa: E402
 from grid import lean  # noqa: E402
 
-from fedl2p.flower import Nodes, client_app, simulate  # noqa: E402
+from fedl2p.flower import Nodes  # noqa: E402
+from fedl2p.node import client_app  # noqa: E402
+from fedl2p.simulated import simulate  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:the lowest validation loss was that of the meta-nets at their start", "ignore:round")
 BAD = 7  # the seed of the runs in which nodes misbehave, so that good and bad runs can share a simulation

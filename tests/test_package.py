@@ -21,7 +21,7 @@ def python(code, **kwargs):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, **kwargs)
 
 
-ON_FLOWER = ("fedl2p.flower", "fedl2p.studies.simulation")
+ON_FLOWER = ("fedl2p.flower", "fedl2p.node", "fedl2p.simulated", "fedl2p.studies.simulation")
 HEAVY = {"torchvision", "torchaudio", "matplotlib", "fastcore", "nbdev", "sklearn", "ray"}
 
 

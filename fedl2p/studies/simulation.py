@@ -14,8 +14,10 @@ from torch import nn
 
 from ..core import claimed, cores, pick_device, require, require_choice
 from ..data import Client
-from ..flower import Context, Grid, Nodes, client_app, simulate
+from ..flower import Grid, Nodes
+from ..node import Context, client_app
 from ..runner import Progress, Runner, quiet
+from ..simulated import simulate
 from .runs import LEARNED, OURS, Cell, Job, Run, cells, columns, federation, job_of, run_cell, source_of
 
 # %% ../../nbs/studies/simulation.ipynb #1e042d34

@@ -12,7 +12,8 @@ from fedl2p import Config, FedL2P, pretrain
 from fedl2p.analysis import records
 from fedl2p.core import claimed, write_json
 from fedl2p.digits import digits_federation, small_cnn
-from fedl2p.flower import Nodes, Privacy, client_app
+from fedl2p.flower import Nodes, Privacy
+from fedl2p.node import client_app
 from fedl2p.pretraining import Recipe
 from fedl2p.runner import Runner, bar
 
