@@ -16,7 +16,10 @@ from ..core import claimed, cores, pick_device, require, require_choice
 from ..data import Client
 from ..flower import Context, Grid, Nodes, client_app, simulate
 from ..runner import Progress, Runner, quiet
-from .runs import LEARNED, OURS, Cell, Job, Run, cells, columns, federation, job_of, run_cell, source_of
+from .cells import Cell, Job, federation, source_of
+from .contents import run_cell
+from .methods import LEARNED, OURS, columns
+from .runs import Run, cells, job_of
 
 # %% ../../nbs/studies/simulation.ipynb #1e042d34
 def everybody(

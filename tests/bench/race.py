@@ -25,7 +25,7 @@ from fedl2p.bn import mix_bn
 from fedl2p.pretraining import pretrain
 from fedl2p.runner import Runner
 from fedl2p.selector import candidates
-from fedl2p.studies.runs import drawn
+from fedl2p.studies.cells import drawn
 from fedl2p.studies.settings import setting
 from fedl2p.trials import rungs, trial_losses
 
