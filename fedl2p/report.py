@@ -36,7 +36,7 @@ from fedl2p.analysis import (
 from .clusters import KEYS, ari_table, plot_maps, spread_table
 from .core import Json, Table, require, warn
 from .fitted import fitted_parts, read_fit
-from .studies.runs import METHODS, learned_by
+from .studies.methods import METHODS, learned_by
 from .studies.tables import accuracy_table, condition_of, label, read_cell, summarise
 
 # %% ../nbs/library/report.ipynb #39211f9d

@@ -19,7 +19,7 @@ LEVELS = [
     "trials cost analysis explain worth rounds learner",
     "clusters fitted",
     # Nothing before the studies may import them, since they come later.
-    "node flower simulated " + " ".join(f"studies.{m}" for m in "files corruptions models published datasets settings runs tables comparisons demo simulation".split()),
+    "node flower simulated " + " ".join(f"studies.{m}" for m in "files corruptions models published datasets settings methods cells contents runs tables comparisons demo simulation".split()),
     "report cli",
 ]
 MODULES = [module for level in LEVELS for module in level.split()]

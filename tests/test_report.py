@@ -42,7 +42,7 @@ def page(folder):
 
 
 def cell(out, method, clients=(), **more):
-    """A cell of a study, as `fedl2p.studies.runs.run_cell` writes it."""
+    """A cell of a study, as `fedl2p.studies.contents.run_cell` writes it."""
     condition = {"dataset": "office", "alpha": 1000.0, "epochs": 5, "pretraining": "imagenet"}
     about = {"method": method, "seed": 0, "scale": "smoke", "pools": ["seen"]}
     made = {"settings": {"lr": 0.1, "estimator": "ift", "note": "<i>"}, "machine": {"device": "cpu"}}

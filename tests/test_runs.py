@@ -21,29 +21,12 @@ from fedl2p.evaluation import baselines
 from fedl2p.metanet import signature
 from fedl2p.selector import candidates, strategy_of
 from fedl2p.strategy import GRID
-from fedl2p.studies import runs
+from fedl2p.studies import contents, runs
+from fedl2p.studies.cells import Cell, Machine, drawn, federation, pretrained
+from fedl2p.studies.contents import choose_rate, run_cell, tried
+from fedl2p.studies.methods import FAIR, LEARNED, OUR_METHODS, OURS, columns, learned_by
 from fedl2p.studies.published import TABLES, Condition
-from fedl2p.studies.runs import (
-    FAIR,
-    LEARNED,
-    OUR_METHODS,
-    OURS,
-    Cell,
-    Machine,
-    Run,
-    cells,
-    choose_rate,
-    columns,
-    conditions,
-    drawn,
-    federation,
-    job_of,
-    learned_by,
-    pretrained,
-    run_cell,
-    run_study,
-    tried,
-)
+from fedl2p.studies.runs import Run, cells, conditions, job_of, run_study
 from fedl2p.studies.tables import collect, read_cell, results, study_table
 
 
@@ -229,7 +212,7 @@ def test_a_client_that_is_lost_is_no_result(world, monkeypatch):
         path, how = job(run).path, job(run).how
         seen = drawn(federation(how, 0.5, 0).seen, how.scored, 9)
         with monkeypatch.context() as patch, pytest.warns(RuntimeWarning, match="out of memory"):
-            patch.setattr(runs, name, fails_for(seen[1].id, RuntimeError("CUDA out of memory"), getattr(runs, name)))
+            patch.setattr(contents, name, fails_for(seen[1].id, RuntimeError("CUDA out of memory"), getattr(contents, name)))
             with pytest.raises(RuntimeError, match="^1 of 2 clients were scored, so nothing is stored; see the warnings$"):
                 run_study(run)
         assert not path.exists()
@@ -262,7 +245,8 @@ from dataclasses import replace
 import fedl2p.studies.settings as settings
 plain = settings.setting
 settings.setting = lambda *args: replace(plain(*args), config=replace(plain(*args).config, rounds=6))
-from fedl2p.studies.runs import Machine, Run, run_study
+from fedl2p.studies.cells import Machine
+from fedl2p.studies.runs import Run, run_study
 run = Run("cifar10", "smoke", (0.5,), (5,), (0,), ("fedl2p",), out=Path(sys.argv[1]), machine=Machine(Path({str(world)!r}), 0, "cpu"))
 def progress(rounds, title, total, done):
     if title.endswith("fedl2p"): print("began with", done)

@@ -15,7 +15,8 @@ pytest.importorskip("flwr", reason='the extra "flower" is not installed')
 from grid import Here, lean  # noqa: E402
 
 from fedl2p.studies import simulation  # noqa: E402
-from fedl2p.studies.runs import Machine, Run, cells, job_of  # noqa: E402
+from fedl2p.studies.cells import Machine  # noqa: E402
+from fedl2p.studies.runs import Run, cells, job_of  # noqa: E402
 from fedl2p.studies.simulation import everybody, simulate_study  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:the lowest validation loss was that of the meta-nets at their start", "ignore:round")

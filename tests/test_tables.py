@@ -6,9 +6,9 @@ import pytest
 
 from fedl2p.cli import main
 from fedl2p.core import markdown, write_json
+from fedl2p.studies.cells import Cell
 from fedl2p.studies.comparisons import comparison, differences, evidence, gaps, looking, paired
 from fedl2p.studies.published import TABLES, Condition
-from fedl2p.studies.runs import Cell
 from fedl2p.studies.tables import (
     accuracies,
     accuracy_table,

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from ..analysis import Difference, gains, mean_gain
 from ..core import Json, Table
+from .methods import FAIR, METHODS, TUNED
 from .published import TABLES, Condition
-from .runs import FAIR, METHODS, TUNED
 from fedl2p.studies.tables import (
     Tables,
     collect,

@@ -33,8 +33,11 @@ from fedl2p.core import (
 )
 from ..digits import SHIFTS, digits_federation
 from ..runner import Progress, Runner, quiet
+from .cells import Cell, Job, Machine, federation
+from .contents import run_cell
+from .methods import METHODS
 from .published import Condition
-from .runs import METHODS, Cell, Job, Machine, check_alpha, check_seeds, federation, run_cell
+from .runs import check_alpha, check_seeds
 from .settings import setting
 from .tables import accuracy_table, read_cell, summarise
 

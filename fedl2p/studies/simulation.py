@@ -18,7 +18,10 @@ from ..flower import Grid, Nodes
 from ..node import Context, client_app
 from ..runner import Progress, Runner, quiet
 from ..simulated import simulate
-from .runs import LEARNED, OURS, Cell, Job, Run, cells, columns, federation, job_of, run_cell, source_of
+from .cells import Cell, Job, federation, source_of
+from .contents import run_cell
+from .methods import LEARNED, OURS, columns
+from .runs import Run, cells, job_of
 
 # %% ../../nbs/studies/simulation.ipynb #1e042d34
 def everybody(

@@ -16,8 +16,10 @@ from typing import NamedTuple
 
 from ..analysis import Record
 from ..core import Json, Table, check_type, markdown, read_json, require
+from .contents import CellFile
+from .methods import METHODS, OUR_METHODS, columns
 from .published import TABLES, TITLES, Condition, Entry
-from .runs import METHODS, OUR_METHODS, CellFile, columns, conditions
+from .runs import conditions
 
 # %% ../../nbs/studies/tables.ipynb #2e88de31
 def _check_cell(path: Path, cell: Json) -> None:

@@ -37,8 +37,8 @@ from fedl2p.pretraining import pretrain
 from fedl2p.runner import Runner, Task, _pack
 from fedl2p.scoring import score_all, score_strategies
 from fedl2p.strategy import bn_c, head_only
+from fedl2p.studies.cells import drawn
 from fedl2p.studies.models import resnet18, small_resnet
-from fedl2p.studies.runs import drawn
 from fedl2p.studies.settings import DIGITS, Setting, setting
 from fedl2p.trials import run_trials, trial_losses
 

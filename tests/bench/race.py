@@ -29,7 +29,7 @@ from fedl2p.policy import profile_of
 from fedl2p.pretraining import pretrain
 from fedl2p.runner import Runner
 from fedl2p.selector import candidates, inputs_of, scores_of
-from fedl2p.studies.runs import drawn
+from fedl2p.studies.cells import drawn
 from fedl2p.studies.settings import DIGITS, setting
 from fedl2p.trials import rungs, trial_losses
 
