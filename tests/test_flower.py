@@ -35,7 +35,7 @@ from fedl2p.flower import Nodes, Privacy, _read  # noqa: E402
 from fedl2p.node import WORK, client_app  # noqa: E402
 from fedl2p.simulated import simulate  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore:the lowest validation loss was that of the meta-nets at their start", "ignore:round")
+pytestmark = pytest.mark.filterwarnings("ignore:no round had a lower validation loss than the first", "ignore:round")
 
 
 @pytest.fixture

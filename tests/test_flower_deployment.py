@@ -25,7 +25,7 @@ pytest.importorskip("flwr", reason='the extra "flower" is not installed')
 
 from federation import same, without  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore:the lowest validation loss was that of the meta-nets at their start", "ignore:round")
+pytestmark = pytest.mark.filterwarnings("ignore:no round had a lower validation loss than the first", "ignore:round")
 ROOT = Path(__file__).resolve().parent.parent
 
 

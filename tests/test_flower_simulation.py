@@ -26,7 +26,7 @@ from fedl2p.flower import Nodes  # noqa: E402
 from fedl2p.node import client_app  # noqa: E402
 from fedl2p.simulated import simulate  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore:the lowest validation loss was that of the meta-nets at their start", "ignore:round")
+pytestmark = pytest.mark.filterwarnings("ignore:no round had a lower validation loss than the first", "ignore:round")
 BAD = 7  # the seed of the runs in which nodes misbehave, so that good and bad runs can share a simulation
 EVIL = 8  # and in which all of them do
 

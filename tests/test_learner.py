@@ -24,7 +24,7 @@ from fedl2p.rounds import _loss, describe_client
 from fedl2p.runner import Runner, attempt
 from fedl2p.scoring import score_policy
 
-pytestmark = pytest.mark.filterwarnings("ignore:the lowest validation loss was that of the meta-nets at their start")
+pytestmark = pytest.mark.filterwarnings("ignore:no round had a lower validation loss than the first")
 QUICK = Config.paper(lr=0.05, epochs=1, rounds=3, fraction=0.5, meta_steps=1)
 
 

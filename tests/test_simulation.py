@@ -19,7 +19,7 @@ from fedl2p.studies.cells import Machine  # noqa: E402
 from fedl2p.studies.runs import Run, cells, job_of  # noqa: E402
 from fedl2p.studies.simulation import everybody, simulate_study  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore:the lowest validation loss was that of the meta-nets at their start", "ignore:round")
+pytestmark = pytest.mark.filterwarnings("ignore:no round had a lower validation loss than the first", "ignore:round")
 TIMED = ("seconds", "pretraining_seconds", "machine")
 
 
