@@ -130,9 +130,9 @@ def gather() -> None:
     trees += [toctree("Reference", names), toctree("More", ["notation", "flower", "changelog"])]
     about = (NBS / "flower" / "README.md").read_text(encoding="utf-8")
     (SOURCE / "flower.md").write_text(about.replace("](../library/", "](library/"), encoding="utf-8")
-    for name in ("results", "notation", "changelog"):
-        said = (HERE / f"{name}.md").read_text(encoding="utf-8")
-        (SOURCE / f"{name}.md").write_text(said.replace("](../nbs/", "]("), encoding="utf-8")
+    for path in (HERE / "results.md", HERE / "notation.md", ROOT / "CHANGELOG.md"):
+        said = path.read_text(encoding="utf-8")
+        (SOURCE / path.name.lower()).write_text(said.replace("](../nbs/", "]("), encoding="utf-8")
     index = json.loads(page(NBS / "index.ipynb"))
     index["cells"].append({"cell_type": "markdown", "id": "contents", "metadata": {}, "source": "\n".join(trees)})
     (SOURCE / "index.ipynb").write_text(json.dumps(index), encoding="utf-8")

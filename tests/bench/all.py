@@ -163,17 +163,17 @@ def target() -> Iterator[Row]:
     "Gradients until the paper's recipe has its lowest mean validation loss, and gradients of ours, which learns once."
     everybody = DIGITS.clients(0.5, 0)
     model = pretrain(DIGITS.model(0), everybody.pretraining, DIGITS.recipe, Runner(0))
-    yield from _race_to_target("digits", DIGITS, model, everybody.seen, everybody.seen, (1, 2, 4, 8, 15, 30))
+    yield from _race_to_target("digits", DIGITS, model, everybody.seen, everybody.seen, (1, 2, 4, 8, 15, 30), (1, 5, 20))
     if not (DATA / "cifar10.npz").exists():
         yield "CIFAR-10, small: left out", "0", f"there is no {DATA / 'cifar10.npz'}"
         return
     how = setting("cifar10", "small", DATA)
     seen, file = how.clients(0.5, 0).seen, MODELS / "cifar10/small/pretrained/fedavg-alpha0.5.safetensors"
     model = pretrain(how.model(0), seen, how.recipe, Runner(0), file)  # which reads it
-    yield from _race_to_target("CIFAR-10, small", how, model, seen, drawn(seen, 40, 1), (1, 2, 4, 7, 10))
+    yield from _race_to_target("CIFAR-10, small", how, model, seen, drawn(seen, 40, 1), (1, 2, 4, 7, 10), (1, 5))
 
 
-def _race_to_target(name: str, how: Setting, pretrained: nn.Module, seen: list[Client], judges: list[Client], rounds: tuple[int, ...]) -> Iterator[Row]:
+def _race_to_target(name: str, how: Setting, pretrained: nn.Module, seen: list[Client], judges: list[Client], rounds: tuple[int, ...], tries: tuple[int, ...]) -> Iterator[Row]:
     "The mean validation loss of some clients, after more and more rounds of the paper's recipe, and after trials of more and more clients."
     model = mix_bn(pretrained, verbose=False)
 
@@ -188,7 +188,7 @@ def _race_to_target(name: str, how: Setting, pretrained: nn.Module, seen: list[C
             yield f"paper's recipe, {name}, {n} rounds: mean validation loss {paper[n]:.3f}", f"{spent[n]:,.0f}", "gradients, all clients"
     best, asked = min(paper, key=lambda n: paper[n]), how.config.rounds
     config = how.config.ours()
-    for n in (1, 5, 20):
+    for n in tries:
         ours = FedL2P(model, config).fit(seen[:: len(seen) // n], runner=Runner(0))
         work, loss = n * budget(model, config).gradients, judged(ours, ours.metanets.state_dict())
         yield f"our recipe, {name}, {n} clients try: mean validation loss {loss:.3f}", f"{work:,.0f}", "gradients, all clients"
