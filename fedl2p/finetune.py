@@ -120,8 +120,11 @@ def crop_flip(
     images, _, rows, columns = (torch.arange(size, device=x.device) for size in x.shape)
     rows, columns = down[:, None] + rows, right[:, None] + columns
     columns = torch.where(mirrored[:, None] == 1, columns.flip(1), columns)
-    colour = x.new_tensor(fill).view(-1, 1, 1)
-    canvas = F.pad(x - colour, [padding] * 4) + colour if any(fill) else F.pad(x, [padding] * 4)
+    if len({*fill}) == 1:
+        canvas = F.pad(x, [padding] * 4, value=fill[0])
+    else:
+        channels = zip(x.split(1, 1), fill, strict=True)
+        canvas = torch.cat([F.pad(channel, [padding] * 4, value=value) for channel, value in channels], 1)
     cut = canvas[images[:, None, None], :, rows[:, :, None], columns[:, None, :]]
     return cut.permute(0, 3, 1, 2).contiguous()
 
@@ -139,7 +142,7 @@ def batch_of(
     if augment == "none":
         return lambda: data[part]
     shifts = torch.randint(2 * padding + 1, (2, len(part)), generator=generator)
-    moves = torch.cat([shifts, torch.randint(2, (1, len(part)), generator=generator)])
+    moves = torch.cat([shifts, torch.randint(2, (1, len(part)), generator=generator)]).to(data.x.device)
     return lambda: Data(crop_flip(data.x[part], moves, padding, fill), data.y[part])
 
 # %% ../nbs/library/finetune.ipynb #2ba17276
@@ -162,6 +165,8 @@ def step_batches(
 ) -> list[Callable[[], Data]]: # each makes the same batch each time
     "The batch of each step of fine-tuning, in the order of the steps."
     parts = batches(len(data), tuning.epochs, tuning.batch_size, generator)
+    everywhere = torch.cat(parts).to(data.x.device)  # one copy now, none in the loop
+    parts = [*everywhere.split([len(part) for part in parts])]
     return [batch_of(data, part, tuning.augment, generator, fill=tuning.fill) for part in parts]
 
 
