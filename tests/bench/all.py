@@ -1,4 +1,4 @@
-"""All benchmarks that take minutes, as one table of ratios: `python tests/bench/all.py [PART ...]` (parts: steps trials hypergradients frozen runner workers target).
+"""All benchmarks that take minutes, as one table of ratios: `python tests/bench/all.py [PART ...]` (parts: steps overhead trials hypergradients frozen runner workers target).
 
 Ratios are of processor time within one run, the median of turns that the rivals take one after the other, so that the speed of the
 machine and what else it does cancel as far as they can; arithmetic is counted, not timed. Only `workers` is by the clock: it wants a machine
@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,11 +20,12 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
 from fedl2p.bn import mix_bn
 from fedl2p.config import Config
-from fedl2p.core import State
+from fedl2p.core import State, seeded
 from fedl2p.cost import budget, meta_gradients
 from fedl2p.data import Client, Data
 from fedl2p.digits import digits_federation, small_cnn
@@ -92,6 +93,26 @@ def steps() -> Iterator[Row]:
             if engine in found:
                 mark = ", the choice of auto" if pick_engine(model) == engine else ""
                 yield f"step of one of {CHUNK} strategies by {engine}, {name}{mark}", f"{found[engine] / CHUNK:.2f}", "steps of plain PyTorch"
+
+
+def overhead() -> Iterator[Row]:
+    "What a step of fine-tuning does beside arithmetic, as a share of its time; the rest of its distance to plain PyTorch is arithmetic."
+    data, n = Data(torch.randn(32, 1, 8, 8), torch.arange(32) % 10), 20
+    model = mix_bn(small_cnn(), verbose=False).train()
+    nothing = copy(model)
+    nothing.__dict__["forward"] = lambda x: x  # an attribute of this copy alone
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+    def often(work: Callable[[], object]) -> Callable[[], object]:
+        return lambda: [work() for _ in range(n)]
+
+    def seed() -> None:
+        with seeded(0):
+            pass
+
+    rivals = {"step": partial(finetune, model, bn_c(model, 1e-3), data, Tuning(epochs=n)), "weights put into the network and taken out": often(lambda: functional_call(nothing, state, (data.x,))), "the mode of the network": often(model.train), "a seed for dropout": often(seed)}
+    for name, share in list(ratios(5, **rivals).items())[1:]:
+        yield f"Python of a step, digits: {name}", f"{share:.2f}", "steps of ours"
 
 
 def trials() -> Iterator[Row]:
@@ -202,7 +223,7 @@ def score_held_back(model: nn.Module, config: Config, state: State, client: Clie
     return score_strategies(model, config, {"": strategy}, client, held_out=False)[""].score.loss
 
 
-PARTS = {f.__name__: f for f in (steps, trials, hypergradients, frozen, runner, workers, target)}
+PARTS = {f.__name__: f for f in (steps, overhead, trials, hypergradients, frozen, runner, workers, target)}
 
 
 if __name__ == "__main__":

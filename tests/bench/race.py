@@ -4,8 +4,8 @@
 
 Every candidate of every client is fine-tuned to the end and judged at each rung of the race, in each split: some seconds a client
 on digits, half a minute on CIFAR-10. These tables are kept in FOLDER, one file a condition; without further arguments, only those that
-are there are read: `python tests/bench/race.py tests/bench/race` shows ours. On each table the race is run again by its rule:
-candidates that it would have stopped are not looked at later. How often the full table itself changes its mind if one of its splits is
+are there are read: `python tests/bench/race.py tests/bench/race` shows ours. On each table the race is run again by its rule, and by rules
+that keep more candidates: those that it would have stopped are not looked at later. How often the full table itself changes its mind if one of its splits is
 left out says how much equality there is to ask for.
 For the first client that is new, the race of `trial_losses` itself must agree. On digits, policies are learned from both, too: what
 they recommend is what a client gets, and a policy learns from the losses of all candidates, also of those that stopped early.
@@ -25,6 +25,7 @@ import torch
 from looking import learned
 
 from fedl2p.bn import mix_bn
+from fedl2p.config import Config
 from fedl2p.policy import profile_of
 from fedl2p.pretraining import pretrain
 from fedl2p.runner import Runner
@@ -50,14 +51,17 @@ def full_table(model, config, data, id) -> list[list[list[float]]]:
     return table
 
 
-def choices(table) -> tuple[int, int]:
+OURS = (18, 6)  # how many of 54 go on after the first and the second rung
+MORE = ((27, 9), (36, 18), (40, 27))
+
+
+def choices(table, keep: tuple[int, int] = OURS) -> tuple[int, int]:
     "What the race chooses, and what the full table says."
     means = torch.tensor(table).mean(1)
     alive = list(range(means.shape[1]))
-    for rung in means:
-        ranked = sorted(alive, key=lambda i: (rung[i].item(), i))
-        alive = ranked[: math.ceil(len(ranked) / 3)]
-    return ranked[0], int(means[-1].argmin())
+    for rung, n in zip(means, (*keep, 1), strict=True):
+        alive = sorted(alive, key=lambda i: (rung[i].item(), i))[:n]
+    return alive[0], int(means[-1].argmin())
 
 
 def raced_losses(table) -> torch.Tensor:
@@ -103,11 +107,11 @@ def without_a_split(table) -> float:
     return statistics.mean(float(choice == last.mean(0).argmin()) for choice in fewer)
 
 
-def cost(config) -> float:
+def cost(config, keep: tuple[int, int] = OURS) -> float:
     "Gradients of the race, as a share of the full table's."
-    n, done, steps = len(candidates()), 0, 0
-    for epoch in rungs(config):
-        steps, done, n = steps + n * (epoch - done), epoch, math.ceil(n / 3)
+    done, steps = 0, 0
+    for epoch, n in zip(rungs(config), (len(candidates()), *keep), strict=True):
+        steps, done = steps + n * (epoch - done), epoch
     return steps / (len(candidates()) * config.epochs)
 
 
@@ -158,6 +162,11 @@ def report(folder: Path) -> None:
         n = len(kept["tables"])
         print(f"| {condition.stem} | {n} | {100 * equal / n:.0f}% ({100 * close / n:.0f}%) "
               f"| {100 * statistics.mean(again):.0f}% | {statistics.mean(regret):.4f} | {kept['ratio']:.2f} |")
+    print("\n| condition | " + " | ".join(f"{a}, then {b}" for a, b in (OURS, *MORE)) + " |\n|---|" + "--:|" * (1 + len(MORE)))
+    for condition in sorted(folder.glob("*.json")):
+        tables, config = [*json.loads(condition.read_text())["tables"].values()], Config(epochs=int(re.search(r"-e(\d+)-", condition.stem)[1]))
+        found = [(statistics.mean(raced == full for raced, full in (choices(t, keep) for t in tables)), cost(config, keep)) for keep in (OURS, *MORE)]
+        print(f"| {condition.stem} | " + " | ".join(f"{100 * equal:.0f}% for {price:.2f}" for equal, price in found) + " |")
     print("\n| condition | policies recommend the same | regret in loss |\n|---|--:|--:|")
     for condition in sorted(folder.glob("digits-*.json")):
         alpha, seed = re.fullmatch(r"digits-alpha(.+)-e\d+-seed(\d+)", condition.stem).groups()
