@@ -13,6 +13,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ from .losses import loss_name, loss_of
 from .many import Race, judge_race, run_race, start_race
 from .metanet import signature
 from .policy import profile_of
+from .robust import robust_mean
 from .runner import Runner, Task
 from .selector import candidates, inputs_of, scores_of, size_of, strategy_of
 from .strategy import Strategy
@@ -273,8 +275,9 @@ def _look(
 ) -> State:
     "Rounds that learn the part that depends on the client, on top of the common scores."
     server, total = FedAdam(0.05, dict.fromkeys(NETWORK, 1.0), only=NETWORK), COMMON_ROUNDS + config.choosing_rounds
+    mean = partial(robust_mean, mean=config.mean)
     return [*fedavg(choose_client, model, config, state, clients, total, 1.0, config.seed, runner, COMMON_ROUNDS,
-                    server)][-1].state
+                    server, mean)][-1].state
 
 
 def learn_to_choose(
@@ -287,7 +290,8 @@ def learn_to_choose(
     "Learn one strategy for all, then what depends on the client, if it helps clients that were not learned from."
     clients = sorted(clients, key=lambda c: c.id)  # so that the parts do not depend on the order of clients
     common = [*fedavg(choose_client, model, config, state, clients, COMMON_ROUNDS, 1.0, config.seed, runner,
-                      server=lambda state, mean: {**state, "common": mean["common"]})][-1]
+                      server=lambda state, mean: {**state, "common": mean["common"]},
+                      mean=partial(robust_mean, mean=config.mean))][-1]
     state = {**common.state, "reach": torch.tensor(max(report["size"] for report in common.reports.values()))}
     if not config.looks_at or len(clients) < ENOUGH:
         return state, {"looks": False, "gain": 0.0, "error": 0.0}
