@@ -71,8 +71,12 @@ def network(
     file, _, name = where.partition(":")
     name = name or "model"
     require(file.endswith(".py") and Path(file).is_file(), "model", "a Python file FILE.py or FILE.py:NAME", where)
-    made = runpy.run_path(file).get(name)
-    made = made() if callable(made) and not isinstance(made, nn.Module) else made
+    sys.path.insert(0, str(Path(file).absolute().parent))  # as if it were run: it may import files beside it
+    try:
+        made = runpy.run_path(file).get(name)
+        made = made() if callable(made) and not isinstance(made, nn.Module) else made
+    finally:
+        sys.path.pop(0)
     if not isinstance(made, nn.Module):
         raise ValueError(f"{name} in {file} must be a torch module, or a function that returns one, "
                          f"got {type(made).__name__}")

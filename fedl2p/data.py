@@ -134,11 +134,13 @@ def check(
     parts: Sequence[str] = ("train", "val"), # names of the parts to check
 ) -> None:
     "Raise ValueError if work on the client would fail or mislead."
-    classes = None
+    classes, floats = None, next((w.dtype for w in model.parameters()), None)
     for part in parts:
         data = getattr(client, part)
         if len(data) == 0:
             raise ValueError(f"client {client.id!r}: {part} is empty")
+        if floats and data.x.is_floating_point() and data.x.dtype != floats:
+            raise ValueError(f"client {client.id!r}: {part}.x must be {floats}, as the model is, got {data.x.dtype}")
         if not data.x.isfinite().all():
             raise ValueError(f"client {client.id!r}: "
                              f"{part}.x has {(~data.x.isfinite()).sum()} values that are not finite")

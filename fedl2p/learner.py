@@ -68,6 +68,7 @@ class FedL2P:
         self.model = with_loss(model if bn_layers(model) else mix_bn(model, verbose=False), loss)
         self.config, self.metanets = config, untrained(self.model, config)
         self.history, self.trials, self.last_state = [], {}, {}
+        self._learned = False
 
     def fit(
         self,
@@ -81,6 +82,7 @@ class FedL2P:
             course = learn(self.model, self.config, clients, None if folder is None else Path(folder), runner, watch)
         self.metanets = with_state(self.model, self.config, course.policy)
         self.history, self.trials, self.last_state = course.history, course.trials, course.now
+        self._learned = True
         return self
 
     @property
@@ -121,6 +123,7 @@ class FedL2P:
         runner: Runner = Runner(),  # noqa: B008, frozen; where the clients' work is done
     ) -> list[Result]: # results of clients that did not fail
         "Test accuracy of each personalized client; one that fails is left out with a warning."
+        self._require_learned()
         return score_all(score_policy, self.model, self.config, self.metanets.state_dict(), clients, runner)
 
     def compare(
@@ -132,6 +135,7 @@ class FedL2P:
         runner: Runner = Runner(progress=bar),  # noqa: B008, frozen; where the clients' work is done
     ) -> Comparison:
         "This policy and plain fine-tuning, compared on the test samples of some clients."
+        self._require_learned()
         state = dict(self.metanets.state_dict())
         return compare_clients(self.model, self.config, state, clients, rates, metric, title, runner)
 
@@ -162,12 +166,19 @@ class FedL2P:
             raise ValueError(f"{path} has a configuration that cannot be used: {error}") from error
         policy = cls(model, config, loss)
         policy.metanets = (Selector if header["format"] == SELECTOR else MetaNets).load(path, policy.model)
+        policy._learned = True
         if header.get("model", fingerprint(policy.model)) != fingerprint(policy.model):
             warn(f"{path} was learned for other weights of this model; its strategies may not fit")
         return policy
 
+    def _require_learned(self) -> None:
+        no_choice = isinstance(self.metanets, Selector) and not self.metanets.common.any()  # meta-nets start somewhere
+        if no_choice and not self._learned:
+            raise RuntimeError("this policy has not learned yet; call fit first, or load a policy with FedL2P.load")
+
     def _samples(self, client: Client | Data) -> tuple[Data, str]:
         "The samples that a client fine-tunes on, checked and on the model's device; and its name."
+        self._require_learned()
         id, data = ("", client) if isinstance(client, Data) else (client.id, client.samples(self.config.personalize_on))
         data = data.to(device_of(self.model))
         check(Client(id, data, data[:0], data[:0]), self.model, ["train"])

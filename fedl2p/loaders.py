@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .core import comments_in_help, generator, require, seeded
+from .core import comments_in_help, generator, require, seeded, warn
 from .data import Client, Data, lda_partition, split
 
 # %% ../nbs/library/loaders.ipynb #ab2b9468
@@ -123,15 +123,20 @@ class _Item:
         return sample if self.transform is None else self.transform(sample)
 
 # %% ../nbs/library/loaders.ipynb #54d62bc7
+def _plain(label: Any) -> Any:
+    "A label that is a tensor of one number as that number."
+    return label.item() if isinstance(label, Tensor) and label.numel() == 1 else label
+
+
 def _labels_of(source: Any, key: str | int) -> Tensor:
     "The labels of a dataset; if it has no list of them, it is read once."
     if isinstance(key, str):  # Hugging Face's: a column
-        return _labels([int(v) for v in source[key]])
+        return _labels([_plain(v) for v in source[key]])
     for name in ("targets", "labels"):
         values = getattr(source, name, None)
         if values is not None and len(values) == len(source):
             return _labels(values)
-    return _labels([int(source[i][key]) for i in range(len(source))])
+    return _labels([_plain(source[i][key]) for i in range(len(source))])
 
 
 def _from_dataset(source: Any, transform: Callable | None, x: str | None, y: str | None) -> LazyData:
@@ -240,7 +245,8 @@ def deal_clients(
             for i, hand in enumerate(hands)]
 
 # %% ../nbs/library/loaders.ipynb #a17b4f10
-_FORMATS = {".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".bmp": "BMP", ".webp": "WEBP", ".gif": "GIF"}
+_FORMATS = {".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".bmp": "BMP", ".webp": "WEBP", ".gif": "GIF",
+            ".tif": "TIFF", ".tiff": "TIFF"}
 
 
 @dataclass(frozen=True)
@@ -296,8 +302,14 @@ def images_in(
     folder: str | Path, # <class>/<image>
 ) -> list[Path]: # in alphabetical order
     "The image files of one client or domain."
-    found = [p for d in _folders(folder) for p in sorted(d.iterdir())
-             if p.suffix.lower() in _FORMATS and not p.name.startswith(".")]
+    found = list[Path]()
+    for name in _folders(folder):
+        files = [p for p in sorted(name.iterdir()) if p.is_file() and not p.name.startswith(".")]
+        images = [p for p in files if p.suffix.lower() in _FORMATS]
+        if files and not images:
+            kinds = f"files {', '.join(sorted({p.suffix for p in files}))[:80]}, but no image ({', '.join(_FORMATS)})"
+            warn(f"{name} has {kinds}; its class has no samples here")
+        found += images
     require(len(found) > 0, f"number of images in {folder}/<class>/", ">= 1", 0)
     return found
 

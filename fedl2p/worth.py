@@ -92,7 +92,8 @@ def trial_record(
     if len(kept) < len(clients):
         return record
     still = [i for i, c in enumerate(tried) if getattr(c, "who", "") == "none"]
-    none = [loss[still].min().item() if still else math.nan for loss in kept]
+    best = still[int(sum(kept)[still].argmin())] if still and kept else None  # one beta for all
+    none = [math.nan if best is None else loss[best].item() for loss in kept]
     plain = [loss[common].item() for loss in kept]
     fell, error = _mean([a - b for a, b in zip(none, plain, strict=True)])
     return {**record, "none_loss": statistics.mean(none), "common_loss": statistics.mean(plain),

@@ -139,3 +139,9 @@ def test_batches_hold_everything_once_and_none_is_alone(n, batch_size):
     assert torch.equal(torch.cat(parts), torch.arange(n))
     assert all(len(part) == batch_size for part in parts[:-1]) and len(parts[-1]) <= max(batch_size + 1, 2)
     assert batch_size == 1 or n == 1 or all(len(part) > 1 for part in parts)
+
+
+def test_numbers_of_another_precision_are_named(model):
+    data = Data(torch.zeros(4, 1, 8, 8, dtype=torch.float64), torch.zeros(4, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"train\.x must be torch\.float32, as the model is, got torch\.float64"):
+        check(Client("a", data, data, data), model, ["train"])

@@ -307,3 +307,14 @@ def test_a_model_that_is_frozen_as_a_whole_learns_beta(model, federation):
 def test_half_precision_is_refused_at_once(model):
     with pytest.raises(ValueError, match="^parameters must be float32 or float64"):
         FedL2P(deepcopy(model).bfloat16())
+
+
+def test_a_policy_that_has_not_learned_says_so(model, federation, tmp_path):
+    """Of our own recipe; untrained meta-nets have a strategy to start from."""
+    client, policy = federation.seen[0], FedL2P(model, Config(epochs=1, splits=1, choosing_rounds=1))
+    for ask in (policy.strategy, policy.explain, policy.personalize, lambda c: policy.score([c], Runner(0)), lambda c: policy.compare([c], runner=Runner(0))):
+        with pytest.raises(RuntimeError, match="has not learned yet; call fit first"):
+            ask(client)
+    assert FedL2P(model, Config.paper(epochs=1)).strategy(client).eta.any()
+    policy.fit(federation.seen, runner=Runner(0)).save(tmp_path / "p")
+    assert FedL2P.load(model, tmp_path / "p").strategy(client).bn == policy.strategy(client).bn

@@ -19,6 +19,7 @@ from fedl2p.loaders import (
     clients_from_folder,
     data_from_files,
     deal_clients,
+    images_in,
 )
 from fedl2p.runner import Runner
 
@@ -151,3 +152,19 @@ def test_a_policy_from_lazy_clients_is_that_of_clients_in_memory(folder):
     for state, scores in learned[1:]:
         assert all(torch.equal(t, learned[0][0][k]) for k, t in state.items()) and scores == learned[0][1]
     assert isinstance(clients[0], Client)
+
+
+def test_a_class_without_images_that_can_be_read_is_said(tmp_path):
+    for kind, name in (("cat", "a.png"), ("cat", "b.tif"), ("dog", "a.xyz")):
+        (tmp_path / "me" / kind).mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / "me" / kind / name, format="TIFF" if name.endswith(".tif") else "PNG")
+    with pytest.warns(RuntimeWarning, match=r"dog has files \.xyz, but no image"):
+        found = images_in(tmp_path / "me")
+    assert [p.name for p in found] == ["a.png", "b.tif"]
+    assert data_from_files(found, ["cat", "dog"], ToTensor(8), lazy=False).x.shape == (2, 3, 8, 8)
+
+
+@pytest.mark.parametrize("label", [0.9, "cat", None, torch.tensor([0, 1])])
+def test_labels_of_a_dataset_are_whole_numbers(label):
+    with pytest.raises(ValueError, match="labels must be whole numbers"):
+        as_data([(torch.zeros(3), label)] * 4)
