@@ -268,7 +268,7 @@ def test_a_frozen_body_costs_no_backward_pass_and_shows_rate_0():
     frozen = FedL2P(model.requires_grad_(False), QUICK)
     frozen.model[-1].requires_grad_(True)
     for policy in (whole, frozen):
-        policy.metanets.common[0] = 1.0  # everything at rate 1, as if it had learned that
+        policy.metanets.common.data[0] = 1.0  # everything at rate 1, as if it had learned that
     costs = [count_flops(lambda p=p: p.personalize(client)) for p in (whole, frozen)]
     assert costs[1] < 2.5 * forward and costs[0] > 4 * forward, (costs, forward)  # the frozen one: a pass for the profile, one for the step
     assert (frozen.strategy(client).eta != 0).tolist()[:-2] == [False] * 6
