@@ -92,7 +92,7 @@ def trial_record(
     if len(kept) < len(clients):
         return record
     still = [i for i, c in enumerate(tried) if getattr(c, "who", "") == "none"]
-    best = still[int(sum(kept)[still].argmin())] if still and kept else None  # one beta for all
+    best = still[int(torch.stack(kept).mean(0)[still].argmin())] if still and kept else None  # one beta for all
     none = [math.nan if best is None else loss[best].item() for loss in kept]
     plain = [loss[common].item() for loss in kept]
     fell, error = _mean([a - b for a, b in zip(none, plain, strict=True)])
@@ -290,8 +290,8 @@ class Comparison(NamedTuple):
         n = len(self.scores["policy"])
         of_all = f"{n} of {n + self.lost} (the others failed)" if self.lost else n
         return Table(["method", self.title, "policy gains"], rows, 1,
-                     [f"Test samples of {of_all} clients, each client counted once; ± is the standard error over clients. "
-                      "Rates of plain methods were chosen by validation on these clients."])
+                     [f"Test samples of {of_all} clients, each client counted once; ± is the standard error "
+                      "over clients. Rates of plain methods were chosen by validation on these clients."])
 
     def __str__(self) -> str:
         return markdown(self.table)
