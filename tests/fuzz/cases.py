@@ -15,7 +15,7 @@ from torch import nn
 from fedl2p import cli
 from fedl2p.checkpoint import load_checkpoint, save_checkpoint
 from fedl2p.config import Config
-from fedl2p.core import Table, save_tensors
+from fedl2p.core import Table
 from fedl2p.data import Client, Data, check, lda_partition, make_client
 from fedl2p.digits import small_cnn
 from fedl2p.learner import FedL2P
@@ -25,6 +25,7 @@ from fedl2p.profile import Profile
 from fedl2p.report import cases as report_cases
 from fedl2p.rounds import Course, load_course, save_course
 from fedl2p.runner import Runner
+from fedl2p.storage import save_tensors
 from fedl2p.studies.demo import Demo
 from fedl2p.studies.files import load_npy, read_list, read_npz, read_wav
 from fedl2p.studies.runs import Run
