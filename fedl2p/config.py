@@ -70,7 +70,7 @@ class Config:
     looks_at: tuple[Look, ...] = ("xi", "features") # trials: inputs of the selector; () is one strategy for all
     choosing_rounds: int = 60 # trials: rounds of averaging in which the selector learns, without any fine-tuning
     refining_lr: float = 0.1 # trials: step of the server's Adam when hypergradients refine each layer
-    mean: Mean = "mean" # of what clients send in rounds of hypergradients; median and trimmed tolerate some liars
+    mean: Mean = "mean" # of what clients send; median and trimmed tolerate some liars
     engine: Engine = "auto" # trials: candidates side by side (vmap) or in a loop; see `fedl2p.many.pick_engine`
     seed: int = 0 # seed of all random numbers (an experiment has seeds of its own)
 

@@ -23,6 +23,7 @@ from .data import Client, Samples, check
 from .federated import Update, fedavg
 from .finetune import Augment, Tuning, step_losses
 from .hypergrad import Loss, Weights, add, descend, gradient
+from .robust import Mean, robust_mean
 from .runner import Runner
 from .strategy import body_only
 
@@ -63,6 +64,7 @@ class Recipe:
     fraction: float = 0.1 # r, share of the clients in a round
     train_on: Samples = "train" # which samples of a client; the paper's authors pretrain on both parts
     delta: float = 1e-3 # PerFedAvg: half the width of its difference of gradients, delta in Fallah et al. 2020
+    mean: Mean = "mean" # of what clients send; median and trimmed tolerate some liars, and hold all updates in memory
 
     def __post_init__(self):
         for name in ("drops", "fill"):  # from a message they come as lists
@@ -142,7 +144,7 @@ def pretrain(
     require(not bn_layers(model), "the number of mixing batch norms", "0, as before mix_bn", len(bn_layers(model)))
     who = fingerprint(model, *sorted(clients, key=lambda c: c.id))
     settings = {**asdict(recipe), "model and clients": who}
-    older = {"train_on": "train", "delta": 1e-3, "fill": [0.0]}  # of files that were written before these settings
+    older = {"train_on": "train", "delta": 1e-3, "fill": [0.0], "mean": "mean"}  # of files that lack these settings
     start = _state(model)
     found = load_checkpoint(checkpoint, settings, lambda before: {**older, **before}, _Info)
     tensors, info = found or (start, {"round": 0})
@@ -150,7 +152,9 @@ def pretrain(
     if not same or not 0 <= info["round"] <= recipe.rounds:
         raise ValueError(f"{checkpoint} does not fit the model and rounds; delete it to start from the beginning")
     state, done, total = {k: t.to(start[k].device) for k, t in tensors.items()}, info["round"], recipe.rounds
-    rounds = fedavg(train_client, model, recipe, state, clients, total, recipe.fraction, recipe.seed, runner, done)
+    mean = None if recipe.mean == "mean" else partial(robust_mean, mean=recipe.mean)
+    rounds = fedavg(train_client, model, recipe, state, clients, total, recipe.fraction, recipe.seed, runner, done,
+                    mean=mean)
     for r in runner.progress(rounds, f"pretraining by {recipe.method}", total, done):
         state = r.state
         info["round"] = r.number

@@ -175,11 +175,12 @@ def _standardise(
     "A round of all clients that averages profiles and their squares instead of meta-nets."
     zero = torch.zeros(len(metanets.center), dtype=torch.float64)
     start = {"mean": zero, "square": zero.clone()}
-    [r] = fedavg(describe_client, model, config, start, clients, 1, 1.0, config.seed, runner)
-    mean, square = r.state["mean"], r.state["square"]
-    deviation = (square - mean**2).clamp_min(0).sqrt()
-    differs = deviation > 1e-6 * (1 + mean.abs())  # an input that is the same for all is not divided by 0
-    metanets.center.copy_(mean)
+    mean = partial(robust_mean, mean="mean")  # of mean and square together: no median of each
+    [r] = fedavg(describe_client, model, config, start, clients, 1, 1.0, config.seed, runner, mean=mean)
+    center, square = r.state["mean"], r.state["square"]
+    deviation = (square - center**2).clamp_min(0).sqrt()
+    differs = deviation > 1e-6 * (1 + center.abs())  # an input that is the same for all is not divided by 0
+    metanets.center.copy_(center)
     metanets.deviation.copy_(torch.where(differs, deviation, 1.0))
 
 
@@ -228,7 +229,7 @@ def _rounds(
     done, offsets = len(course.history), ("beta_offset", "eta_offset")
     server = FedAdam(config.refining_lr, moments=course.moments, only=offsets) if config.start == "trials" else None
     total = done if course.over or course.tired(config.patience) else config.rounds
-    mean = None if config.mean == "mean" else partial(robust_mean, mean=config.mean)
+    mean = partial(robust_mean, mean=config.mean)
     rounds = fedavg(learn_client, model, config, course.now, clients, total, config.fraction, config.seed, runner, done,
                     server, mean)
     title = f"learning to personalize ({config.estimator})"

@@ -122,7 +122,8 @@ def _answer(common: list, shared: bytes, own: bytes) -> bytes:
     def work() -> Any:
         if shared:
             common[:] = pickle.loads(shared)
-        return Task(*common, *pickle.loads(own)).run()
+        function, *rest = pickle.loads(own)
+        return Task(function, *common, *rest).run()
 
     packed = attempt(lambda: _pack(attempt(work, stoppable=False)), stoppable=False)
     return packed.value or _pack(packed)  # what cannot be packed is a failure, too
@@ -285,11 +286,11 @@ def _in_processes(tasks: Sequence[Task], workers: int, limit: float | None) -> I
 
     def begin(number: int) -> None:
         task = tasks[number]
-        common = tuple(map(id, task[:3]))
+        common = id(task.model), id(task.settings)
         if common not in packed:
             packed.clear()
-            packed[common] = _pack(task[:3])
-        own = _pack(task[3:])
+            packed[common] = _pack(task[1:3])
+        own = _pack((task.work, *task[3:]))
         worker = _Worker() if number in again else _hire()
         busy[worker] = number
         worker.send(packed[common], own, float("inf") if limit is None else limit)

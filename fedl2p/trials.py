@@ -13,6 +13,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,40 +32,69 @@ from .losses import loss_name, loss_of
 from .many import Race, judge_race, run_race, start_race
 from .metanet import signature
 from .policy import profile_of
+from .robust import robust_mean
 from .runner import Runner, Task
 from .selector import candidates, inputs_of, scores_of, size_of, strategy_of
 from .storage import load_tensors, save_tensors
+from .strategy import Strategy
 
 # %% ../nbs/library/trials.ipynb #580e4a67
-class _Heat(NamedTuple):
-    "The remaining candidates with one mode of the batch norms, on one split of a client's samples."
+class _Track(NamedTuple):
+    "Candidates that need the same model and data: the whole network, or a head and the features of a body."
 
+    model: nn.Module
+    data: Data # all samples that the client may learn from
+    tried: dict[int, Strategy] # by the number of the candidate
+
+
+def _tracks(model: nn.Module, config: Config, data: Data) -> list[_Track]:
+    "All candidates; those for which the body does not move have a track of their own."
+    names, like = signature(model), next(model.parameters())
+    kinds = candidates(bool(names.bn_layers))
+    tried = {i: strategy_of(kind, names, like) for i, kind in enumerate(kinds)}
+    heads = {i: s for i, s in tried.items() if kinds[i].who == "head" and kinds[i].beta == 0}
+    for some in (tried, heads) if config.augment == "none" else ():  # all of them if the user froze the body
+        if short := without_body(model, [*some.values()], data):
+            others = {i: s for i, s in tried.items() if i not in some}
+            return [_Track(*short, some), *([_Track(model, data, others)] if others else [])]
+    return [_Track(model, data, tried)]
+
+
+class _Heat(NamedTuple):
+    "The remaining candidates of a track with one mode of the batch norms, on one split of its data."
+
+    model: nn.Module
+    split: tuple[Data, Data] # samples to fine-tune on, and samples held back
     bn: Mode
     numbers: list[int] # which candidates
     race: Race
 
 
-def _heats(model: nn.Module, config: Config, numbers: Sequence[int], train: Data, key: tuple) -> list[_Heat]:
-    "Some candidates at the start of the race."
-    names, like = signature(model), next(model.parameters())
-    tried = {i: strategy_of(candidates(bool(names.bn_layers))[i], names, like) for i in numbers}
-    groups = {bn: [i for i in numbers if tried[i].bn == bn] for bn in dict.fromkeys(s.bn for s in tried.values())}
-    return [_Heat(bn, some, start_race(model, [tried[i] for i in some], train, config.tuning, generator(*key),
-                                       config.engine)) for bn, some in groups.items()]
+def _heats(tracks: list[_Track], config: Config, alive: Sequence[int], number: int, id: str) -> list[_Heat]:
+    "Some candidates at the start of the race, on one split."
+    heats = list[_Heat]()
+    for model, data, tried in tracks:
+        split = _split(data, config, number, id)
+        for bn in dict.fromkeys(s.bn for s in tried.values()):
+            if numbers := [i for i in alive if i in tried and tried[i].bn == bn]:
+                order = generator(config.seed, "trial", number, id)  # the same in each heat
+                race = start_race(model, [tried[i] for i in numbers], split[0], config.tuning, order, config.engine)
+                heats.append(_Heat(model, split, bn, numbers, race))
+    return heats
 
 
 def _go_on(
-    model: nn.Module, config: Config, heats: list[_Heat], split: tuple[Data, Data], epoch: int, only: Sequence[int]
+    config: Config, heats: list[_Heat], epoch: int, only: Sequence[int]
 ) -> tuple[list[_Heat], dict[int, float]]:
     "Continue some of the candidates to the end of an epoch, and compute their losses on the samples held back."
     after, losses = list[_Heat](), dict[int, float]()
-    left = len(split_batches(torch.arange(len(split[0])), config.batch_size)) * (config.epochs - epoch)
-    for bn, numbers, race in heats:
-        stay = [k for k, i in enumerate(numbers) if i in only]
-        if stay:
+    for model, split, bn, numbers, race in heats:
+        left = len(split_batches(torch.arange(len(split[0])), config.batch_size)) * (config.epochs - epoch)
+        if stay := [k for k, i in enumerate(numbers) if i in only]:
             race = run_race(model, race.only(torch.tensor(stay)), bn, len(race.steps) - left)
-            loss, _ = judge_race(model, race, bn, *split, config.statistics == "precise")
-            after.append(_Heat(bn, [numbers[k] for k in stay], race))
+            precise = config.statistics == "precise" and bool(race.beta.any())  # where beta is 0, they play no part
+            loss, _ = judge_race(model, race, bn, *split, precise)
+            after.append(_Heat(model, split, bn, [numbers[k] for k in stay], race))
             losses |= dict(zip(after[-1].numbers, loss.tolist(), strict=True))
     return after, losses
 
@@ -102,22 +132,18 @@ def trial_losses(
     id: str, # name of the client, which seeds its random numbers
 ) -> Tensor: # [S]; at most twice the loss of a guess, which is what a candidate that diverges gets
     "The loss of each candidate on samples that were held back: the mean over splits."
-    names, like = signature(model), next(model.parameters())
-    tried = [strategy_of(c, names, like) for c in candidates(bool(names.bn_layers))]
-    if config.augment == "none" and (body := without_body(model, tried, data)):  # the user froze the backbone
-        model, data = body
-    alive = list(range(len(tried)))
-    splits = [_split(data, config, k, id) for k in range(config.splits)]
-    heats: list[list[_Heat]] = [[] for _ in splits]
-    light = len(alive) * len(splits) * sum(p.numel() for p in model.parameters()) <= ROOM
     with torch.no_grad(), evaluating(model):
         worst = 2 * _guess(model, data)
+    tracks = _tracks(model, config, data)
+    alive = sorted(i for track in tracks for i in track.tried)
+    heats: list[list[_Heat]] = [[] for _ in range(config.splits)]
+    light = len(alive) * config.splits * sum(p.numel() for p in model.parameters()) <= ROOM
     means: list[dict[int, float]] = []  # of those that took part in each rung
     for epoch in rungs(config):
         found: list[dict[int, float]] = []
-        for k, split in enumerate(splits):
-            now = heats[k] or _heats(model, config, alive, split[0], (config.seed, "trial", k, id))
-            after, losses = _go_on(model, config, now, split, epoch, alive)
+        for k in range(config.splits):
+            now = heats[k] or _heats(tracks, config, alive, k, id)
+            after, losses = _go_on(config, now, epoch, alive)
             heats[k] = after if light else []
             found.append({i: min(loss, worst) if math.isfinite(loss) else worst for i, loss in losses.items()})
         means.append({i: statistics.mean(losses[i] for losses in found) for i in alive})
@@ -250,8 +276,9 @@ def _look(
 ) -> State:
     "Rounds that learn the part that depends on the client, on top of the common scores."
     server, total = FedAdam(0.05, dict.fromkeys(NETWORK, 1.0), only=NETWORK), COMMON_ROUNDS + config.choosing_rounds
+    mean = partial(robust_mean, mean=config.mean)
     return [*fedavg(choose_client, model, config, state, clients, total, 1.0, config.seed, runner, COMMON_ROUNDS,
-                    server)][-1].state
+                    server, mean)][-1].state
 
 
 def learn_to_choose(
@@ -264,7 +291,8 @@ def learn_to_choose(
     "Learn one strategy for all, then what depends on the client, if it helps clients that were not learned from."
     clients = sorted(clients, key=lambda c: c.id)  # so that the parts do not depend on the order of clients
     common = [*fedavg(choose_client, model, config, state, clients, COMMON_ROUNDS, 1.0, config.seed, runner,
-                      server=lambda state, mean: {**state, "common": mean["common"]})][-1]
+                      server=lambda state, mean: {**state, "common": mean["common"]},
+                      mean=partial(robust_mean, mean=config.mean))][-1]
     state = {**common.state, "reach": torch.tensor(max(report["size"] for report in common.reports.values()))}
     if not config.looks_at or len(clients) < ENOUGH:
         return state, {"looks": False, "gain": 0.0, "error": 0.0}

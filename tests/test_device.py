@@ -1,6 +1,7 @@
 """The loop of fine-tuning on a device without values (`meta`), which stands for a GPU: nothing here has run on one.
 
 An operation that waits for the device (`.item()`, `.tolist()`, `if tensor:`) fails there; copies between devices are found by `Watch`.
+test_hypergrad.py counts how often the losses are read.
 """
 
 from contextlib import nullcontext
@@ -17,7 +18,6 @@ from fedl2p.core import seeded
 from fedl2p.data import Data
 from fedl2p.digits import small_cnn
 from fedl2p.finetune import Tuning, client_buffers, same_masks, step_losses
-from fedl2p.hypergrad import descend
 
 
 class Watch(TorchDispatchMode):
@@ -59,19 +59,6 @@ def test_waits_and_copies_are_seen():
     with Watch() as watch:
         x[torch.tensor([0, 1])], torch.tensor([1.0]).to("meta"), 2.0 * x
     assert len(watch.moves) == 2
-
-
-def test_losses_are_looked_at_every_sixteen_steps(monkeypatch):
-    looked, asked = [], []
-
-    def step(weights, hyper):
-        asked.append(len(looked))
-        return (weights["w"] ** 2).sum()
-
-    monkeypatch.setattr(hypergrad, "_LOOK", {})  # as if the CPU were another device
-    monkeypatch.setattr(hypergrad, "_finite", lambda value, name: looked.append(name))
-    descend([step] * 40, {"w": torch.ones(2)}, {"eta": torch.tensor([0.1])})
-    assert asked == [0] * 16 + [16] * 16 + [32] * 8 and looked == [f"loss of step {t}" for t in range(40)]
 
 
 def test_dropout_is_seeded_where_it_is_drawn(monkeypatch):

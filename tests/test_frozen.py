@@ -144,3 +144,17 @@ def test_the_model_is_not_changed(data):
     assert net.training and set(net.__dict__) == keys and not net.head._forward_hooks
     assert all(torch.equal(t, before[name]) for name, t in net.state_dict().items()) and net(data.x).shape == (45, 10)
     assert torch.equal(torch.get_rng_state(), numbers)
+
+
+def test_a_head_whose_inputs_are_not_rows_of_images(data):
+    """Three rows for each image: half of the images are not half of the rows, and that is no error."""
+    class Rows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(64, 9), nn.Linear(3, 10)
+
+        def forward(self, x):
+            return self.head(self.body(x.flatten(1)).view(-1, 3))
+
+    net = Rows()
+    assert without_body(net, [head_only(net, 0.1)], data[:5]) is None

@@ -10,9 +10,13 @@ from federation import QUICK, network, seen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedl2p import pretraining, rounds, trials
+from fedl2p.config import Config
+from fedl2p.digits import accuracy, digits_federation, small_cnn
 from fedl2p.federated import Update, average, fedavg
 from fedl2p.learner import FedL2P
-from fedl2p.pretraining import Recipe, train_client
+from fedl2p.policy import untrained
+from fedl2p.pretraining import Recipe, pretrain, train_client
 from fedl2p.robust import MEANS, bounded, robust_mean
 from fedl2p.runner import Runner
 
@@ -49,8 +53,10 @@ def test_long_steps_are_cut_and_named():
     rows = [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0], [0.0, 0.0, -1e30]]
     kept, cut = bounded(START, updates(rows))
     assert cut == ["c3"] and kept["c3"].state["w"].norm().item() == pytest.approx(3.0)
-    with pytest.warns(RuntimeWarning, match="than three times the median: 'c3'"):
-        robust_mean(START, updates(rows), "mean")
+    with pytest.warns(RuntimeWarning, match="more than 3 times the median: 'c3'"):
+        robust_mean(START, updates(rows), "median")
+    with pytest.warns(RuntimeWarning, match="more than 100 times the median: 'c3'"):
+        assert robust_mean(START, updates(rows), "mean")["w"].norm().item() < 26
     nobody, cut = bounded(START, updates([[0.0] * 3] * 3))
     assert not cut and all(torch.equal(u.state["w"], START["w"]) for u in nobody.values())
 
@@ -61,27 +67,36 @@ def test_what_is_refused(wrong, words):
         robust_mean(START, updates([[1.0, 1.0, 1.0]]), **wrong)
 
 
-def lying(model, recipe, state, client, number):
-    """Three of ten send the step of a client, ten times and backwards."""
-    update = train_client(model, recipe, state, client, number)
-    if int(client.id.rpartition("-")[2]) >= 3:
-        return update
-    lie = {k: state[k] - 10 * (t - state[k]) if t.is_floating_point() else t for k, t in update.state.items()}
-    lie = {k: t.abs() if k.endswith("running_var") else t for k, t in lie.items()}
-    return update._replace(state=lie)
+OURS = Config(epochs=1, choosing_rounds=2)
 
 
-def accuracy_after(work, mean, rounds=8):
-    from fedl2p.digits import accuracy, digits_federation, small_cnn
-
+def ten():
     clients = digits_federation(5, 0, size=40).pretraining[:10]
-    clients = [replace(c, id=f"c-{i}") for i, c in enumerate(clients)]
-    model = small_cnn(width=4)
+    return [replace(c, id=f"c-{i}") for i, c in enumerate(clients)]
+
+
+def backwards(work, liars):
+    """The work of a client, but some send its step ten times and backwards."""
+    def lie(model, settings, state, client, number):
+        update = work(model, settings, state, client, number)
+        if client.id not in liars:
+            return update
+        lie = {k: state[k] - 10 * (t - state[k]) if t.is_floating_point() else t for k, t in update.state.items()}
+        return update._replace(state={k: t.abs() if k.endswith("running_var") else t for k, t in lie.items()})
+
+    return lie
+
+
+lying = backwards(train_client, ("c-0", "c-1", "c-2"))
+
+
+def accuracy_after(work, mean, number=8):
+    clients, model = ten(), small_cnn(width=4)
     start = {name: t.detach().clone() for name, t in (*model.named_parameters(), *model.named_buffers())}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        rounds = fedavg(work, model, Recipe(epochs=2), start, clients, rounds, 1.0, 0, Runner(0), mean=mean)
-        *_, last = rounds
+        course = fedavg(work, model, Recipe(epochs=2), start, clients, number, 1.0, 0, Runner(0), mean=mean)
+        *_, last = course
     for name, t in (*model.named_parameters(), *model.named_buffers()):
         t.data.copy_(last.state[name])
     tests = sum([c.test for c in clients[1:]], start=clients[0].test)
@@ -104,7 +119,47 @@ def test_what_robust_means_save_and_cost():
     assert min(found["median"][0], found["trimmed"][0]) > found["plain"][0] - 0.1
 
 
-@pytest.mark.filterwarnings("ignore:no round had", "ignore:steps more than")
+def huge(work, name, value=1e30, who=("clean-0",)):
+    """The work of a client, but for some who send a number that is finite and wrong."""
+    def worked(model, settings, state, client, number):
+        update = work(model, settings, state, client, number)
+        return update._replace(state={**update.state, name: torch.full_like(update.state[name], value)}) if client.id in who else update
+
+    return worked
+
+
+@pytest.mark.filterwarnings("ignore:no round had")
+def test_a_node_that_sends_1e30_is_named_and_moves_lambda_little(monkeypatch):
+    """With the plain mean of the paper's recipe, where nothing else guards."""
+    config = replace(QUICK, rounds=2, fraction=1.0)
+    name = next(iter(untrained(network(), config).state_dict()))
+    honest = FedL2P(network(), config).fit(seen(), runner=Runner(0))
+    monkeypatch.setattr(rounds, "learn_client", huge(rounds.learn_client, name))
+    with pytest.warns(RuntimeWarning, match="more than 100 times the median: 'clean-0'"):
+        learner = FedL2P(network(), config).fit(seen(), runner=Runner(0))
+    assert not any(r["failed"] for r in learner.history)
+    assert (learner.last_state[name] - honest.last_state[name]).abs().max() < 1
+
+
+def test_liars_among_those_who_choose_and_those_who_pretrain(monkeypatch):
+    """Three of ten, in our own recipe and in pretraining: a median bears them, a plain mean does not."""
+    losses = {c.id: torch.rand(54, generator=torch.Generator().manual_seed(i)) + (torch.arange(54) != 7) for i, c in enumerate(ten())}
+    clients = [replace(c, kept={"losses": losses[c.id], "inputs": torch.zeros(len(untrained(network(), OURS).center))}) for c in ten()]
+    state, liars = dict(untrained(network(), OURS).state_dict()), [c.id for c in clients[:3]]
+    monkeypatch.setattr(trials, "choose_client", backwards(trials.choose_client, liars))
+    found = {mean: trials.learn_to_choose(network(), replace(OURS, mean=mean), state, clients)[0]["common"].argmax().item() for mean in MEANS}
+    assert found["median"] == found["trimmed"] == 7 != found["mean"]
+
+    monkeypatch.setattr(pretraining, "train_client", backwards(train_client, liars))
+    tests = sum([c.test for c in clients[1:]], start=clients[0].test)
+    accuracies = {}
+    for mean in ("mean", "median"):
+        trained = pretrain(small_cnn(width=4), clients, Recipe(rounds=8, epochs=2, fraction=1.0, mean=mean), Runner(0))
+        accuracies[mean] = accuracy(trained, tests.x, tests.y)
+    assert accuracies["mean"] < 0.3 and accuracies["median"] > accuracies["mean"] + 0.15
+
+
+@pytest.mark.filterwarnings("ignore:no round had", "ignore:cut the steps")
 @pytest.mark.parametrize("mean", ["median", "trimmed"])
 def test_meta_nets_are_learned_by_a_robust_mean(mean):
     learner = FedL2P(network(), replace(QUICK, mean=mean, rounds=1)).fit(seen(), runner=Runner(0))

@@ -301,6 +301,10 @@ def weights(model, settings, state, client, number):
     return model.weight
 
 
+def biggest(model, settings, state, client, number):
+    return model.weight.max().item()
+
+
 def test_large_messages_travel_both_ways_and_the_model_only_once(monkeypatch):
     sizes, message = [], pool._message
     monkeypatch.setattr(pool, "_message", lambda data: sizes.append(len(data)) or message(data))
@@ -309,6 +313,8 @@ def test_large_messages_travel_both_ways_and_the_model_only_once(monkeypatch):
         for outcome in Runner(1).run_all(tasks(weights, 2, model)):
             assert torch.equal(outcome.value, model.weight)
     assert len(sizes) == 8 and sorted(sizes)[-2] < 1000 < 50_000_000 < max(sizes)
+    list(Runner(1).run_all([task._replace(work=biggest) for task in tasks(weights, 2, model)]))  # other work, the same model
+    assert len(sizes) == 12 and sorted(sizes)[-2] < 1000
 
 
 class Overrun(FloatingPointError):
@@ -448,8 +454,8 @@ def test_model_and_settings_are_packed_once(monkeypatch):
     several = [Task(shared, model, "settings", "state", None, n) for n, model in enumerate([first, first, second, second])]
     values = [o.value for o in Runner(2).run_all(several)]
     assert values == [(model.weight.item(), "settings", n) for n, model in enumerate([first, first, second, second])]
-    assert packed.count((shared, first, "settings")) == packed.count((shared, second, "settings")) == 1
-    assert [thing for thing in packed if len(thing) == 3 and thing[0] == "state"] == [("state", None, n) for n in range(4)]
+    assert packed.count((first, "settings")) == packed.count((second, "settings")) == 1
+    assert [thing for thing in packed if len(thing) == 4] == [(shared, "state", None, n) for n in range(4)]
 
 
 def shared(model, settings, state, client, number):

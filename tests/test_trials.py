@@ -689,3 +689,18 @@ def test_trials_of_a_stranger_are_looked_at(kept, tmp_path):
     save_tensors(path, {**kept, "more": torch.ones(1)}, {"format": KEPT, "client": "a"})
     with pytest.raises(ValueError, match="a.safetensors does not hold the trials of a client; delete it to make them again"):
         read_kept(path)
+
+
+def test_heads_train_on_features_with_the_same_losses_and_less_work(model, seen, monkeypatch):
+    """Candidates that move the head alone, at beta 0, have a race of their own; other candidates lose nothing by it."""
+    data, config = seen[0].samples("train+val"), replace(BRIEF, epochs=4, splits=2, halving=False, statistics="precise", engine="loop")
+    tracks = trials._tracks(model, config, data)
+    assert {(candidates()[i].who, candidates()[i].beta) for i in tracks[0].tried} == {("head", 0.0)}
+    assert sorted(i for track in tracks for i in track.tried) == [*range(len(candidates()))]
+    assert len(trials._tracks(model, replace(config, augment="crop-flip"), data)) == 1  # images that change have no features to keep
+    short, work = trial_losses(model, config, data, "x"), count_flops(lambda: trial_losses(model, config, data, "x"))
+    monkeypatch.setattr(trials, "without_body", lambda *_: None)
+    assert len(trials._tracks(model, config, data)) == 1
+    torch.testing.assert_close(short, trial_losses(model, config, data, "x"), rtol=0, atol=1e-4)
+    heads = len(tracks[0].tried) / len(candidates())
+    assert work < (1 - 0.5 * heads) * count_flops(lambda: trial_losses(model, config, data, "x"))

@@ -1,9 +1,10 @@
 """All benchmarks that take minutes, as one table of ratios: `python tests/bench/all.py [PART ...]` (parts: steps overhead trials hypergradients frozen runner workers target).
 
 Ratios are of processor time within one run, the median of turns that the rivals take one after the other, so that the speed of the
-machine and what else it does cancel as far as they can; arithmetic is counted, not timed. Only `workers` is by the clock: it wants a machine
-of its own. What takes longer has a script of its own: `race.py` (the race against the full table), `hypergrad.py` (memory and time of every
-estimator, also of ResNet-18), `lazy_memory.py` (peak memory for 40, 400 and 4,000 clients), `demo.py` (seconds and memory of the demo).
+machine and what else it does cancel as far as they can; arithmetic is counted, not timed. `runner` and `workers` are by the clock; `workers` wants a
+machine of its own, and runs only if it is asked for. What takes longer has a script of its own: `race.py` (the race against the full table), `hypergrad.py` (memory and time of every
+estimator, also of ResNet-18), `lazy_memory.py` (peak memory for 40, 400 and 4,000 clients), `demo.py` (seconds and memory of the demo), `engines.py`
+(side by side or in a loop), `looking.py` (what selectors look at), `office.py` (photographs by the loader), `resnet18.py` (the paper's network).
 """
 
 import os
@@ -159,8 +160,8 @@ def runner() -> Iterator[Row]:
     "What travels to a worker."
     client, model = digits_federation(5, 0).seen[0], mix_bn(small_cnn(), verbose=False)
     task = Task(nothing, model, Config(), untrained(model, Config()).state_dict(), client, 1)
-    yield "model and settings, once a worker", f"{len(_pack(task[:3])) / 1000:.0f}", "kB"
-    yield "policy and client, with each task", f"{len(_pack(task[3:])) / 1000:.0f}", "kB"
+    yield "model and settings, once a worker", f"{len(_pack(task[1:3])) / 1000:.0f}", "kB"
+    yield "policy and client, with each task", f"{len(_pack((task.work, *task[3:]))) / 1000:.0f}", "kB"
     many = [task] * 200
     list(Runner(1).run_all(many[:1]))  # the process starts
     start = time.perf_counter()
@@ -231,6 +232,6 @@ if __name__ == "__main__":
         sys.exit(f"parts must be some of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
     torch.set_num_threads(1)
     print("| what | how much | unit |\n|---|--:|---|", flush=True)
-    for part in sys.argv[1:] or PARTS:
+    for part in sys.argv[1:] or [part for part in PARTS if part != "workers"]:
         for row in PARTS[part]():
             print("| " + " | ".join(row) + " |", flush=True)

@@ -29,7 +29,7 @@ from fedl2p.config import Config
 from fedl2p.policy import profile_of
 from fedl2p.pretraining import pretrain
 from fedl2p.runner import Runner
-from fedl2p.selector import candidates, inputs_of, scores_of
+from fedl2p.selector import candidates, choice_of, inputs_of
 from fedl2p.studies.cells import drawn
 from fedl2p.studies.settings import DIGITS, setting
 from fedl2p.trials import rungs, trial_losses
@@ -43,10 +43,9 @@ def full_table(model, config, data, id) -> list[list[list[float]]]:
     everybody, table = range(len(candidates())), [[[0.0] * len(candidates()) for _ in range(config.splits)] for _ in rungs(config)]
     worst = 2 * math.log(10)
     for k in range(config.splits):
-        split = TRIALS._split(data, config, k, id)
-        heats = TRIALS._heats(model, config, everybody, split[0], (config.seed, "trial", k, id))
+        heats = TRIALS._heats(TRIALS._tracks(model, config, data), config, everybody, k, id)
         for r, epoch in enumerate(rungs(config)):
-            heats, losses = TRIALS._go_on(model, config, heats, split, epoch, everybody)
+            heats, losses = TRIALS._go_on(config, heats, epoch, everybody)
             table[r][k] = [round(min(losses[i], worst) if math.isfinite(losses[i]) else worst, 5) for i in everybody]
     return table
 
@@ -93,7 +92,7 @@ def recommended(alpha: float, seed: int, tables: dict) -> tuple[float, float]:
     def answers(losses) -> dict[str, int]:
         clients = [replace(c, kept={"losses": losses(tables[c.id]), "inputs": inputs[c.id]}) for c in everybody.seen]
         state, _ = learned(clients, config.looks_at)
-        return {id: int(scores_of(state, x).argmax()) for id, x in inputs.items()}
+        return {id: choice_of(state, x) for id, x in inputs.items()}
 
     raced, full = answers(raced_losses), answers(full_losses)
     regret = statistics.mean((full_losses(tables[id])[raced[id]] - full_losses(tables[id])[full[id]]).item() for id in inputs)
