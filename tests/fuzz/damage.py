@@ -34,7 +34,9 @@ def damaged_json(value, rng, times=1):
 
 
 def damaged_bytes(raw, rng):
-    """The same bytes, with some flipped, lost, doubled or added."""
+    """The same bytes, with some flipped, lost, doubled or added; now and then as they were, so that it is seen that these are read."""
+    if rng.random() < 0.1:
+        return raw
     what, at = rng.randrange(6), rng.randrange(len(raw) + 1)
     if what == 0:
         return raw[:at]
