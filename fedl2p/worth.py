@@ -62,14 +62,14 @@ def estimate(
     config: Config,
     clients: Sequence[Client],
     runner: Runner, # who does the clients' work
-) -> str: # a sentence; empty if the first client's work fails, which learning will report
+) -> str: # a sentence; empty if clients are elsewhere, or if the first one's work fails, which learning will report
     "How long learning will take."
     by_size = Counter((len(c.train), len(c.val)) for c in clients)
-    if not clients or min(min(size) for size in by_size) == 0:
+    if runner.transport or not clients or min(min(size) for size in by_size) == 0:
         return ""
     steps = sum(n * budget(model, config, *size).gradients for size, n in by_size.items())
     outcome = attempt(lambda: _step_seconds(model, config, clients[0]))
-    if outcome.failure or runner.transport:
+    if outcome.failure:
         return ""
     on_gpu = device_of(model).type != "cpu"
     at_once = min(len(clients), (1 if on_gpu else cores()) if runner.workers is None else max(1, runner.workers))
@@ -271,6 +271,7 @@ class Comparison(NamedTuple):
     scores: dict[str, dict[str, float]] # method -> client -> score
     rates: dict[str, float] # method -> the rate that it chose
     title: str = "accuracy (%)" # name of the score
+    lost: int = 0 # clients that failed, which are in no row
 
     def gain(self, method: str, base: str) -> tuple[float, float]:
         "Mean over clients of the difference between two methods, and its standard error."
@@ -286,8 +287,9 @@ class Comparison(NamedTuple):
             less = "" if method == "policy" else f"{gain:+.2f} ± {error:.2f}"
             rows.append([method + rate, f"{statistics.mean(by_client.values()):.2f}", less])
         n = len(self.scores["policy"])
+        of_all = f"{n} of {n + self.lost} (the others failed)" if self.lost else n
         return Table(["method", self.title, "policy gains"], rows, 1,
-                     [f"Test samples of {n} clients, each client counted once; ± is the standard error over clients. "
+                     [f"Test samples of {of_all} clients, each client counted once; ± is the standard error over clients. "
                       "Rates of plain methods were chosen by validation on these clients."])
 
     def __str__(self) -> str:
@@ -305,7 +307,7 @@ class _Wanted(NamedTuple):
     metric: Metric
 
 
-def _choose_client(model: nn.Module, config: Config, wanted: _Wanted, client: Client, number: int) -> dict[str, float]:
+def _judge_client(model: nn.Module, config: Config, wanted: _Wanted, client: Client, number: int) -> dict[str, float]:
     "Validation losses of strategies; a strategy that diverges has an infinite one."
     results = score_strategies(model, config, wanted.strategies, client, held_out=False)
     return {name: r.score.loss for name, r in results.items()}
@@ -338,7 +340,7 @@ def compare_clients(
     require(len(clients) > 0, "number of clients", ">= 1", 0)
     require(len(rates) > 0, "number of rates", ">= 1", 0)
     tried = {f"{name} {lr}": make(model, lr) for name, make in PLAIN.items() for lr in rates}
-    found = score_all(_choose_client, model, config, _Wanted(state, tried, metric), clients, runner, "choosing rates")
+    found = score_all(_judge_client, model, config, _Wanted(state, tried, metric), clients, runner, "choosing rates")
     # Where a rate diverges, count twice the worst finite loss, so that one client cannot rule out a rate.
     finite = [loss for row in found for loss in row.values() if math.isfinite(loss)]
     worst = 2 * max(finite, default=1.0)
@@ -348,4 +350,4 @@ def compare_clients(
     plain = {"no fine-tuning": bn_g(model, 0.0)} | {name: PLAIN[name](model, lr) for name, lr in chosen.items()}
     rows = score_all(_compare_client, model, config, _Wanted(state, plain, metric), clients, runner, "comparing")
     scores = {name: {row["id"]: row[name] for row in rows} for name in (*plain, "policy")}
-    return Comparison(scores, chosen, title)
+    return Comparison(scores, chosen, title, len(clients) - len(rows))

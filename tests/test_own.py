@@ -6,6 +6,7 @@ import runpy
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -318,3 +319,13 @@ def test_help_shows_what_parameters_mean():
 def test_settings_of_wrong_types_are_refused_by_name(wrong, words):
     with pytest.raises(ValueError, match=words):
         Config(**wrong)
+
+
+def test_a_comparison_says_who_is_not_in_it():
+    clients = blobs()
+    policy = FedL2P(mlp(), QUICK).fit(clients, runner=HERE)
+    odd = replace(clients[0], id="odd", test=Data(clients[0].test.x * float("nan"), clients[0].test.y))
+    with pytest.warns(RuntimeWarning, match="client 'odd'"):
+        compared = policy.compare([*clients, odd], rates=(0.1,), runner=HERE)
+    assert compared.lost == 1 and "odd" not in compared.scores["policy"]
+    assert f"Test samples of {len(clients)} of {len(clients) + 1} (the others failed) clients" in str(compared)

@@ -190,3 +190,18 @@ def test_a_learner_that_is_interrupted_stays_as_it_was(model, federation):
         learner.fit(federation.seen, runner=Runner(0, progress=stop))
     after = learner.metanets, learner.history, learner.trials, learner.last_state
     assert all(a is b for a, b in zip(after, before, strict=True))
+
+
+def test_patience_counts_by_the_paired_difference():
+    """Each round has other clients: raw losses rise because later ones are harder, and lambda still gets better."""
+    def records(pairs):
+        reports = [{"a": {"val_loss": after, "start_loss": before, "diverging": 0}} for before, after in pairs]
+        course = Course({}, {}, [])
+        for number, report in enumerate(reports, start=1):
+            course = course.after(Round(number, {"lambda": number}, report, {}), "paired")
+        return course
+
+    better = records([(0.5, 0.5), (0.9, 0.8), (1.5, 1.2), (2.0, 1.5)])
+    assert [r["val_loss"] for r in better.history] == [0.5, 0.8, 1.2, 1.5] and not better.tired(1)
+    worse = records([(2.0, 1.5), (1.5, 1.2), (0.9, 0.8), (0.5, 0.5)])
+    assert worse.tired(3) and not worse.tired(4)

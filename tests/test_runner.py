@@ -115,7 +115,7 @@ def running(pid):
         return False
 
 
-def wait_until(done, seconds=10):
+def wait_until(done, seconds=300):  # on a busy machine
     limit = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < limit
@@ -164,7 +164,7 @@ def endless(model, settings, state, client, number):
 def test_an_endless_client_is_late_and_the_others_are_not(tmp_path):
     start = time.monotonic()
     outcomes = list(Runner(2, limit=2).run_all([Task(endless, None, tmp_path, None, None, n) for n in range(7)]))
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 300
     late = Outcome(None, Failure("late", "took longer than the limit of 2 s"))
     assert outcomes == [Outcome(0), late, late, *map(Outcome, range(3, 7))]
     assert not any(running((tmp_path / name).read_text()) for name in "12")
@@ -174,9 +174,9 @@ def test_only_its_own_time_is_charged_to_a_client():
     """Not the start of its process, not the time in the queue, not what is done with the answers of others."""
     pool._retire()
     values = []
-    for outcome in Runner(1, limit=1.5).run_all(tasks(slow, 3)):
+    for outcome in Runner(1, limit=5).run_all(tasks(slow, 3)):  # 0.6 s of work, also on a machine that is eight times slower
         values.append(outcome.value)
-        time.sleep(1.2)
+        time.sleep(3)
     assert values == [0, 1, 2]
 
 
@@ -208,7 +208,7 @@ def script(code, **kwargs):
 
 def test_a_script_without_a_guard_whose_clients_print_and_read():
     code = "print([o.value for o in Runner(1).run_all([Task(work, None, None, None, None, n) for n in range(2)])])"
-    said, log = script(code).communicate(timeout=60)
+    said, log = script(code).communicate(timeout=300)
     assert said == "[(0, ''), (1, '')]\n"
     assert all(words in log for words in ("printed 0\n", "printed 1\n", "written")) and "Traceback" not in log
 
@@ -219,12 +219,12 @@ def test_no_worker_outlives_its_parent(sign, code, tmp_path):
     paths = [tmp_path / "0", tmp_path / "1"]
     run = f"list(Runner(2).run_all([Task(ready, None, None, path, None, n) for n, path in enumerate({list(map(str, paths))})]))"
     parent = script(run, start_new_session=True)
-    wait_until(lambda: all(path.exists() for path in paths), 60)
+    wait_until(lambda: all(path.exists() for path in paths))
     assert len(alive(parent.pid)) == 3
     parent.send_signal(sign)
-    parent.communicate(timeout=10)
+    parent.communicate(timeout=300)
     assert parent.returncode == code
-    wait_until(lambda: not alive(parent.pid), 5)
+    wait_until(lambda: not alive(parent.pid))
 
 
 def test_workers_are_kept_from_run_to_run():

@@ -179,7 +179,7 @@ def test_size_is_in_deviations(model):
 
 
 def test_far_clients_get_the_common_strategy(model):
-    """From one and a half times the most distant seen client on; and the strategy says how far it is."""
+    """From twice the most distant seen client on; and the strategy says how far it is."""
     selector = trained(model)
     direction = torch.randn(len(selector.center), generator=torch.Generator().manual_seed(2)) * selector.mask
     direction *= (selector.mask.sum() / direction.square().sum()).sqrt() * selector.deviation  # of size 1
