@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .core import State, brief, header_entry, load_tensors, require, save_tensors
+from .core import State, brief, require
 from .data import Client
+from .storage import header_entry, load_tensors, save_tensors
 
 # %% ../nbs/library/checkpoint.ipynb #262b43ed
 def fingerprint(

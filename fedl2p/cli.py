@@ -22,12 +22,13 @@ import tyro
 from torch import nn
 
 from . import __version__
-from .core import Table, comments_in_help, markdown, require, write_file
+from .core import Table, comments_in_help, markdown, require
 from .learner import FedL2P
 from .loaders import ToTensor, data_from_files, images_in
 from .report import write_report
 from .runner import Progress
 from .shipping import ship
+from .storage import write_file
 from .studies.demo import Demo, run_demo
 from .studies.runs import Run, Study, run_study
 from .studies.settings import Scale

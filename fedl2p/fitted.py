@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import NamedTuple, NotRequired, TypedDict
 
 from .checkpoint import CHECKPOINT
-from .core import Json, State, Table, header_entry, load_tensors, require
+from .core import Json, State, Table, require
 from .selector import Candidate, candidates, choice_of
+from .storage import header_entry, load_tensors
 from .trials import read_kept
 from .worth import gained
 

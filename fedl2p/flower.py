@@ -20,13 +20,14 @@ import torch
 
 from .bn import Mode
 from .checkpoint import fingerprint
-from .core import State, load_or_make, require, warn
+from .core import State, require, warn
 from .data import Client, Data
 from .evaluation import Score
 from .federated import MAX_WEIGHT, Update, refusal
 from .metanet import signature
 from .runner import Failure, Outcome, Task, attempt
 from .scoring import Result
+from .storage import load_or_make
 from .strategy import Strategy
 
 try:

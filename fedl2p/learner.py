@@ -18,18 +18,7 @@ from torch import nn
 from .bn import bn_layers, mix_bn
 from .checkpoint import fingerprint
 from .config import Config, upgraded
-from fedl2p.core import (
-    Json,
-    State,
-    Table,
-    claimed,
-    device_of,
-    generator,
-    header_entry,
-    load_tensors,
-    require_full_precision,
-    warn,
-)
+from .core import Json, State, Table, device_of, generator, require_full_precision, warn
 from .data import Client, Data, check
 from .evaluation import as_module
 from .explain import Explanation, described, explain_client, frozen_by_hand
@@ -42,6 +31,7 @@ from .runner import Runner, bar
 from .scoring import Result, score_all, score_policy
 from .selector import SELECTOR, Selector
 from .shipping import fold_bn
+from .storage import claimed, header_entry, load_tensors
 from .strategy import Strategy
 from .watch import Watch
 from .worth import Comparison, Metric, accuracy_metric, compare_clients, gained

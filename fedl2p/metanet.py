@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from . import __version__
-from .core import brief, device_of, header_entry, load_into, load_tensors, require, require_choice, save_tensors
+from .core import brief, device_of, require, require_choice
 from .profile import Profile, learnable_layers, pretrained_statistics
+from .storage import header_entry, load_into, load_tensors, save_tensors
 from .strategy import Strategy
 
 # %% ../nbs/06_metanet.ipynb #f90b4505

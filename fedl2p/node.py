@@ -19,13 +19,14 @@ from .bn import mix_bn
 from .checkpoint import fingerprint
 from .client import learn_client, validate_client
 from .config import Config
-from .core import State, check_type, device_of, load_tensors, require_choice, save_tensors, sweep
+from .core import State, check_type, device_of, require_choice
 from .data import Client
 from .federated import Update
 from .pretraining import Recipe, train_client
 from .rounds import describe_client
 from .runner import Task, attempt
 from .scoring import score_policy
+from .storage import load_tensors, save_tensors, sweep
 from .trials import choose_client, keep, kept_file, recall, try_client
 
 try:

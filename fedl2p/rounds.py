@@ -20,7 +20,7 @@ from torch import nn
 from .checkpoint import fingerprint, load_checkpoint, save_checkpoint
 from .client import learn_client, validate_client
 from .config import Config, Keep, upgraded
-from .core import Json, State, device_of, require, warn, write_file
+from .core import Json, State, device_of, require, warn
 from .data import Client, check
 from .federated import FedAdam, Round, Update, fedavg, run_round, sample
 from .losses import loss_name
@@ -28,6 +28,7 @@ from .policy import Policy, profile_of, untrained
 from .robust import robust_mean
 from .runner import Runner, Task, bar
 from .selector import Selector, inputs_of
+from .storage import write_file
 from .trials import learn_to_choose, run_trials
 from .watch import Watch, tell
 from .worth import announce, conclude, gained, trial_record

@@ -18,19 +18,10 @@ from torch import Tensor, nn
 
 from . import __version__
 from .bn import Mode
-from fedl2p.core import (
-    State,
-    check_type,
-    device_of,
-    header_entry,
-    load_into,
-    load_tensors,
-    require,
-    require_choice,
-    save_tensors,
-)
+from .core import State, check_type, device_of, require, require_choice
 from .metanet import Signature, match_signature, signature, straight_through_clamp
 from .profile import Profile
+from .storage import header_entry, load_into, load_tensors, save_tensors
 from .strategy import GRID, Strategy
 
 # %% ../nbs/library/selector.ipynb #4947b05c

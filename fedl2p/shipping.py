@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .bn import MixBatchNorm, mix
-from .core import comments_in_help, evaluating, require, save_tensors, write_file
+from .core import comments_in_help, evaluating, require
+from .storage import save_tensors, write_file
 
 # %% ../nbs/library/shipping.ipynb #0ca41454
 def _folded(layer: MixBatchNorm) -> _BatchNorm:

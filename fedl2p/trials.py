@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from .bn import Mode
 from .checkpoint import fingerprint
 from .config import Config
-from .core import Json, State, device_of, evaluating, generator, load_tensors, save_tensors, warn
+from .core import Json, State, device_of, evaluating, generator, warn
 from .data import Client, Data, check, split_batches
 from .federated import FedAdam, Update, fedavg, run_round
 from .frozen import without_body
@@ -35,6 +35,7 @@ from .policy import profile_of
 from .robust import robust_mean
 from .runner import Runner, Task
 from .selector import candidates, inputs_of, scores_of, size_of, strategy_of
+from .storage import load_tensors, save_tensors
 from .strategy import Strategy
 
 # %% ../nbs/library/trials.ipynb #580e4a67

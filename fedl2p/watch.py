@@ -11,7 +11,8 @@ import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .core import Json, comments_in_help, log, write_file
+from .core import Json, comments_in_help, log
+from .storage import write_file
 
 # %% ../nbs/library/watch.ipynb #a67a9d1b
 Watch = Callable[[Json], None]  # gets a record of `FedL2P.history`, or of the trials, which has the key "stage"

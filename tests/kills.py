@@ -129,7 +129,7 @@ def hashes(out):
 
 def left_out(out):
     """Clients that failed in a round, and why: on a busy machine a node may be late, and that is no fault of a restart."""
-    from fedl2p.core import load_tensors
+    from fedl2p.storage import load_tensors
 
     lines = [json.loads(line) for path in out.rglob("rounds.jsonl") for line in path.read_text().splitlines()]
     found = {f"round {line['round']}": line["failed"] for line in lines if line["failed"]}

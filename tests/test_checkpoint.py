@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from fedl2p.checkpoint import changed, fingerprint, load_checkpoint, save_checkpoint
-from fedl2p.core import load_tensors, save_tensors
 from fedl2p.data import Client, Data
+from fedl2p.storage import load_tensors, save_tensors
 
 
 def test_checkpoints(tmp_path):

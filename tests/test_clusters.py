@@ -14,13 +14,13 @@ from fedl2p.bn import mix_bn
 from fedl2p.client import l2p_client, learn_client
 from fedl2p.clusters import cluster, distance_map, distances, mean_strategy, plot_maps, spread, spread_table
 from fedl2p.config import Config
-from fedl2p.core import load_tensors, save_tensors
 from fedl2p.digits import digits_federation, small_cnn
 from fedl2p.learner import FedL2P
 from fedl2p.metanet import MetaNets
 from fedl2p.policy import policy, profile_of, untrained
 from fedl2p.profile import Profile
 from fedl2p.runner import Runner
+from fedl2p.storage import load_tensors, save_tensors
 
 QUICK = Config.paper(lr=0.05, epochs=1, rounds=3, fraction=0.4, meta_steps=1, estimator="fomaml")
 STANDARD = replace(QUICK, inputs="standard")

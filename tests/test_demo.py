@@ -16,7 +16,7 @@ from processes import INTERRUPTIBLE, alive
 
 from fedl2p.cli import main
 from fedl2p.config import Config
-from fedl2p.core import load_or_make, load_tensors, write_json
+from fedl2p.storage import load_or_make, load_tensors, write_json
 from fedl2p.strategy import GRID
 from fedl2p.studies.demo import Demo, jobs, open_folder, run_demo
 from fedl2p.studies.published import Condition

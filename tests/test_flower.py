@@ -15,13 +15,13 @@ import torch
 from fedl2p.bn import mix_bn
 from fedl2p.checkpoint import fingerprint
 from fedl2p.client import learn_client
-from fedl2p.core import load_tensors
 from fedl2p.digits import digits_federation, small_cnn
 from fedl2p.federated import Diverged
 from fedl2p.learner import FedL2P
 from fedl2p.metanet import signature
 from fedl2p.runner import Failure, Runner, Task
 from fedl2p.scoring import score_all
+from fedl2p.storage import load_tensors
 from fedl2p.trials import KEPT, choose_client, kept_file, run_trials
 
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")  # Flower reads it when it is imported

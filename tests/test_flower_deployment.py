@@ -15,10 +15,10 @@ from types import SimpleNamespace
 import pytest
 
 from fedl2p.config import Config
-from fedl2p.core import claimed, load_tensors
 from fedl2p.digits import digits_federation, small_cnn
 from fedl2p.learner import FedL2P
 from fedl2p.runner import Runner
+from fedl2p.storage import claimed, load_tensors
 
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")  # Flower reads it when it is imported
 pytest.importorskip("flwr", reason='the extra "flower" is not installed')

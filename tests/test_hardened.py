@@ -18,11 +18,11 @@ from federation import network, seen
 from processes import alive
 from torch import nn
 
-from fedl2p import core
+from fedl2p import storage
 from fedl2p.bn import mix_bn
 from fedl2p.cli import main
 from fedl2p.config import Config
-from fedl2p.core import check_fields, check_type, claimed, load_tensors, read_json, save_tensors, write_file
+from fedl2p.core import check_fields, check_type
 from fedl2p.data import Client, Data, label_tastes, make_client
 from fedl2p.digits import small_cnn
 from fedl2p.learner import FedL2P
@@ -30,6 +30,7 @@ from fedl2p.metanet import MetaNets
 from fedl2p.pretraining import Recipe, pretrain
 from fedl2p.runner import Runner
 from fedl2p.scoring import score_policy
+from fedl2p.storage import claimed, load_tensors, read_json, save_tensors, write_file
 from fedl2p.studies.files import read_npz, read_wav
 from fedl2p.studies.models import imagenet_resnet18
 
@@ -139,7 +140,7 @@ def test_small_files_take_no_large_memory(tmp_path):
 
 def test_a_large_json_file_is_not_read(tmp_path, monkeypatch):
     (tmp_path / "a.json").write_text("[1, 2, 3]")
-    monkeypatch.setattr(core, "_JSON_BYTES", 5)
+    monkeypatch.setattr(storage, "_JSON_BYTES", 5)
     with pytest.raises(ValueError, match="a.json is damaged .file must be a regular file of at most 0 MB, got 9"):
         read_json(tmp_path / "a.json")
 

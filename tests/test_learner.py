@@ -14,7 +14,6 @@ from torch import nn
 from fedl2p.checkpoint import fingerprint
 from fedl2p.client import l2p_client, learn_client, validate_client
 from fedl2p.config import Config
-from fedl2p.core import load_tensors, save_tensors
 from fedl2p.data import Client, Data
 from fedl2p.digits import digits_federation, small_cnn
 from fedl2p.federated import fedavg
@@ -23,6 +22,7 @@ from fedl2p.policy import untrained
 from fedl2p.rounds import _loss, describe_client
 from fedl2p.runner import Runner, attempt
 from fedl2p.scoring import score_policy
+from fedl2p.storage import load_tensors, save_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:no round had a lower validation loss than the first")
 QUICK = Config.paper(lr=0.05, epochs=1, rounds=3, fraction=0.5, meta_steps=1)

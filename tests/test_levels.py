@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "fedl2p"
 LEVELS = [
     "core",
-    "losses bn data convolution hypergrad measure shapes",
+    "storage losses bn data convolution hypergrad measure shapes",
     "loaders profile digits",
     "watch shipping strategy metanet selector",
     "frozen finetune evaluation many",

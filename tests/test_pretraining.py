@@ -15,10 +15,10 @@ from torch.nn import functional as F
 
 from fedl2p.bn import mix_bn
 from fedl2p.checkpoint import fingerprint
-from fedl2p.core import load_tensors, save_tensors
 from fedl2p.digits import digits_federation, small_cnn
 from fedl2p.pretraining import Pretraining, Recipe, perfedavg_step, pretrain, train_client
 from fedl2p.runner import Runner, Task, attempt, quiet
+from fedl2p.storage import load_tensors, save_tensors
 
 HALF = Recipe(fraction=0.5, rounds=1)  # one round of half of the clients
 

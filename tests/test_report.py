@@ -20,9 +20,9 @@ from torch import nn
 
 from fedl2p import Config, Data, FedL2P, make_client, report
 from fedl2p.cli import main
-from fedl2p.core import load_tensors, save_tensors
 from fedl2p.report import STYLE, cases, write_report
 from fedl2p.runner import Runner
+from fedl2p.storage import load_tensors, save_tensors
 from fedl2p.studies.demo import Demo, run_demo
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-import fedl2p.core
 import fedl2p.rounds
+import fedl2p.storage
 from fedl2p.client import validate_client
 from fedl2p.config import Config
 from fedl2p.digits import digits_federation, small_cnn
@@ -99,7 +99,7 @@ def test_learning_that_was_stopped_goes_on(model, federation, tmp_path, inputs):
 @pytest.mark.parametrize("when", range(1, 9))
 def test_a_run_that_was_killed_between_two_files_goes_on_to_the_same_ones(model, federation, tmp_path, monkeypatch, when):
     """Three rounds and their judgement write two files each; a kill before any of the eight leaves nothing behind at the end."""
-    written, write = [], fedl2p.core.write_file
+    written, write = [], fedl2p.storage.write_file
 
     def kill(path, content):
         written.append(path)
@@ -108,7 +108,7 @@ def test_a_run_that_was_killed_between_two_files_goes_on_to_the_same_ones(model,
         write(path, content)
 
     whole = FedL2P(model, QUICK).fit(federation.seen, tmp_path / "whole", Runner(0))
-    for module in (fedl2p.core, fedl2p.rounds):
+    for module in (fedl2p.storage, fedl2p.rounds):
         monkeypatch.setattr(module, "write_file", kill)
     with pytest.raises(KeyboardInterrupt):
         FedL2P(model, QUICK).fit(federation.seen, tmp_path / "killed", Runner(0))

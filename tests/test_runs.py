@@ -15,11 +15,11 @@ import torch
 from fedl2p.bn import mix_bn
 from fedl2p.checkpoint import fingerprint
 from fedl2p.cli import main
-from fedl2p.core import write_json
 from fedl2p.digits import digits_federation, small_cnn
 from fedl2p.evaluation import baselines
 from fedl2p.metanet import signature
 from fedl2p.selector import candidates, strategy_of
+from fedl2p.storage import write_json
 from fedl2p.strategy import GRID
 from fedl2p.studies import contents, runs
 from fedl2p.studies.cells import Cell, Machine, drawn, federation, pretrained

@@ -5,7 +5,8 @@ import math
 import pytest
 
 from fedl2p.cli import main
-from fedl2p.core import markdown, write_json
+from fedl2p.core import markdown
+from fedl2p.storage import write_json
 from fedl2p.studies.cells import Cell
 from fedl2p.studies.comparisons import comparison, differences, evidence, gaps, looking, paired
 from fedl2p.studies.published import TABLES, Condition

@@ -15,7 +15,7 @@ from fedl2p import trials
 from fedl2p.bn import mix_bn
 from fedl2p.client import learn_client, validate_client
 from fedl2p.config import Config
-from fedl2p.core import generator, load_tensors, save_tensors
+from fedl2p.core import generator
 from fedl2p.data import Client, Data
 from fedl2p.digits import fit
 from fedl2p.federated import Update, average
@@ -27,6 +27,7 @@ from fedl2p.policy import untrained
 from fedl2p.rounds import Course, _if_it_helps
 from fedl2p.runner import Failure, Outcome, Runner, attempt
 from fedl2p.selector import FAR, Selector, candidates, inputs_of, scores_of, strategy_of
+from fedl2p.storage import load_tensors, save_tensors
 from fedl2p.trials import (
     COMMON_ROUNDS,
     KEPT,

@@ -21,7 +21,7 @@ from ..checkpoint import changed, fingerprint
 from ..client import l2p_client, l2p_passes
 from ..clusters import mean_strategy
 from ..config import Config, upgraded
-from ..core import Json, device_of, load_or_make, pick_device, read_json, versions, warn
+from ..core import Json, device_of, pick_device, versions, warn
 from ..data import Client, Federation
 from ..evaluation import baselines
 from ..federated import Diverged
@@ -29,6 +29,7 @@ from ..learner import FedL2P
 from ..policy import policy, profile_of, with_state
 from ..scoring import Result, score_all, score_strategies
 from ..selector import candidates
+from ..storage import load_or_make, read_json
 from ..strategy import GRID, Strategy
 from .cells import Job, drawn, federation, pretrained
 from .methods import OURS, learned_by

@@ -16,23 +16,10 @@ from typing import get_args
 from ..analysis import gains, mean_gain, plot_accuracy, plot_learning, plot_strategies
 from ..checkpoint import changed
 from ..config import Config, Estimator
-from fedl2p.core import (
-    Json,
-    Table,
-    check_fields,
-    claimed,
-    load_or_make,
-    markdown,
-    pick_device,
-    require,
-    require_choice,
-    versions,
-    warn,
-    write_file,
-    write_json,
-)
+from ..core import Json, Table, check_fields, markdown, pick_device, require, require_choice, versions, warn
 from ..digits import SHIFTS, digits_federation
 from ..runner import Progress, Runner, quiet
+from ..storage import claimed, load_or_make, write_file, write_json
 from .cells import Cell, Job, Machine, federation
 from .contents import run_cell
 from .methods import METHODS

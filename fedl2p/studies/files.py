@@ -23,7 +23,8 @@ from typing import Any, Literal
 import numpy as np
 from tqdm import tqdm
 
-from ..core import require_choice, write_file
+from ..core import require_choice
+from ..storage import write_file
 
 # %% ../../nbs/studies/files.ipynb #84976bd9
 def fetch(

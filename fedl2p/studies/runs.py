@@ -13,8 +13,9 @@ from typing import Literal
 
 import tyro
 
-from ..core import check_fields, check_type, claimed, pick_device, require, require_choice, warn
+from ..core import check_fields, check_type, pick_device, require, require_choice, warn
 from ..runner import Progress, Runner, quiet
+from ..storage import claimed
 from .cells import Cell, Job, Machine, federation, setting_of
 from .contents import run_cell
 from .methods import columns

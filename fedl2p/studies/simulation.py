@@ -12,12 +12,13 @@ from functools import partial
 import torch
 from torch import nn
 
-from ..core import claimed, cores, pick_device, require, require_choice
+from ..core import cores, pick_device, require, require_choice
 from ..data import Client
 from ..flower import Grid, Nodes
 from ..node import Context, client_app
 from ..runner import Progress, Runner, quiet
 from ..simulated import simulate
+from ..storage import claimed
 from .cells import Cell, Job, federation, source_of
 from .contents import run_cell
 from .methods import LEARNED, OURS, columns

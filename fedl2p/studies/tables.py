@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..analysis import Record
-from ..core import Json, Table, check_type, markdown, read_json, require
+from ..core import Json, Table, check_type, markdown, require
+from ..storage import read_json
 from .contents import CellFile
 from .methods import METHODS, OUR_METHODS, columns
 from .published import TABLES, TITLES, Condition, Entry

@@ -10,12 +10,12 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedl2p import Config, FedL2P, pretrain
 from fedl2p.analysis import records
-from fedl2p.core import claimed, write_json
 from fedl2p.digits import digits_federation, small_cnn
 from fedl2p.flower import Nodes, Privacy
 from fedl2p.node import client_app
 from fedl2p.pretraining import Recipe
 from fedl2p.runner import Runner, bar
+from fedl2p.storage import claimed, write_json
 
 
 def load(context: Context):

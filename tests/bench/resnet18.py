@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from fedl2p.core import claimed
 from fedl2p.runner import Runner
+from fedl2p.storage import claimed
 from fedl2p.studies.cells import Cell, Job, Machine
 from fedl2p.studies.contents import run_cell
 from fedl2p.studies.methods import FAIR

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from fedl2p import cli
 from fedl2p.checkpoint import load_checkpoint, save_checkpoint
 from fedl2p.config import Config
-from fedl2p.core import Table, require, save_tensors
+from fedl2p.core import Table, require
 from fedl2p.data import Client, Data, check, lda_partition, make_client
 from fedl2p.digits import small_cnn
 from fedl2p.learner import FedL2P
@@ -27,6 +27,7 @@ from fedl2p.profile import Profile
 from fedl2p.report import cases as report_cases
 from fedl2p.rounds import Course, load_course, save_course
 from fedl2p.runner import Runner
+from fedl2p.storage import save_tensors
 from fedl2p.studies.demo import Demo
 from fedl2p.studies.files import load_npy, read_list, read_npz, read_wav
 from fedl2p.studies.runs import Run
