@@ -201,11 +201,16 @@ def seeded(
     device: torch.device | str = "cpu", # where the block works
 ) -> Iterator[None]:
     "Seed the global random state for a block, and restore it afterwards."
-    on_gpu = torch.device(device).type == "cuda"
-    with torch.random.fork_rng([torch.device(device)] if on_gpu else []):
+    kind = torch.device(device).type
+    with torch.random.fork_rng([torch.device(device)] if kind == "cuda" else []):
+        before = torch.mps.get_rng_state() if kind == "mps" else None  # which fork_rng does not know
         # torch.manual_seed also records the stack for GPUs that are not in use: 16 times slower.
-        (torch.manual_seed if on_gpu else torch.default_generator.manual_seed)(seed)
-        yield
+        (torch.manual_seed if kind in ("cuda", "mps") else torch.default_generator.manual_seed)(seed)
+        try:
+            yield
+        finally:
+            if before is not None:
+                torch.mps.set_rng_state(before)
 
 # %% ../nbs/library/core.ipynb #3652e457
 def cores() -> int:

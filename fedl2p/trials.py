@@ -91,9 +91,14 @@ def _go_on(
     for model, split, bn, numbers, race in heats:
         left = len(split_batches(torch.arange(len(split[0])), config.batch_size)) * (config.epochs - epoch)
         if stay := [k for k, i in enumerate(numbers) if i in only]:
-            race = run_race(model, race.only(torch.tensor(stay)), bn, len(race.steps) - left)
-            precise = config.statistics == "precise" and bool(race.beta.any())  # where beta is 0, they play no part
-            loss, _ = judge_race(model, race, bn, *split, precise)
+            try:
+                race = run_race(model, race.only(torch.tensor(stay)), bn, len(race.steps) - left)
+                precise = config.statistics == "precise" and bool(race.beta.any())  # they play no part where beta is 0
+                loss, _ = judge_race(model, race, bn, *split, precise)
+            except ValueError:
+                if bn != "batch":
+                    raise
+                loss = race.eta.new_full((len(stay),), math.inf)  # a batch of one has no statistics of its own
             after.append(_Heat(model, split, bn, [numbers[k] for k in stay], race))
             losses |= dict(zip(after[-1].numbers, loss.tolist(), strict=True))
     return after, losses

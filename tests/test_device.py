@@ -65,12 +65,18 @@ def test_waits_and_copies_are_seen():
 
 
 def test_dropout_is_seeded_where_it_is_drawn(monkeypatch):
+    """On a GPU, and on a Mac, whose state `fork_rng` does not keep."""
     forked, seeds = [], []
     monkeypatch.setattr(core.torch.random, "fork_rng", lambda devices: forked.append(devices) or nullcontext())
     monkeypatch.setattr(core.torch, "manual_seed", seeds.append)  # seeds all devices
     with seeded(5, "cuda:1"):
         pass
     assert (forked, seeds) == ([[torch.device("cuda:1")]], [5])
+    monkeypatch.setattr(core.torch.mps, "get_rng_state", lambda: "before")
+    monkeypatch.setattr(core.torch.mps, "set_rng_state", seeds.append)
+    with pytest.raises(ZeroDivisionError), seeded(6, "mps"):
+        raise ZeroDivisionError
+    assert (forked[1:], seeds) == ([[]], [5, 6, "before"])
 
 
 @pytest.mark.parametrize("engine", ["vmap", "loop"])

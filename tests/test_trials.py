@@ -367,12 +367,16 @@ def test_twelve_clients_are_enough(model, tried, monkeypatch):
     assert found == {"looks": False, "gain": 0.0, "error": 0.0}
 
 
-def test_tiny_clients_take_part_or_say_why_not(model, tried, few):
-    """Of two samples, one is held back; a batch norm over one sample without any pixels has no variance."""
+def test_tiny_clients_take_part(model, tried, few):
+    """Of two samples, one is held back; candidates that need the statistics of that one lose, and not the client."""
     tiny = [replace(c, id=f"tiny-{i}", train=c.train[:1], val=c.val[:1]) for i, c in enumerate(few[:2])]
-    with pytest.warns(RuntimeWarning, match="client 'tiny-0' is left out: ValueError: input must have more than one value per channel"):
-        learner = FedL2P(model, QUICK).fit([*tried, *tiny], runner=Runner(0))
+    learner = FedL2P(model, QUICK).fit([*tried, *tiny], runner=Runner(0))
+    assert learner.trials["clients"] == len(tried) + len(tiny)
     assert all(t.isfinite().all() for t in lam(learner).values()) and len(learner.score(tiny, Runner(0))) == 2
+    needy = [i for i, c in enumerate(candidates()) if c.who == "batch"]
+    for client in run_trials(model, BRIEF, tiny, Runner(0)):
+        losses = client.kept["losses"]
+        assert (losses[needy] == WORST).all() and losses.min() < WORST
     five = [replace(few[0], train=few[0].train[:4], val=few[0].val[:1])]
     assert run_trials(model, replace(BRIEF, splits=3), five, Runner(0))[0].kept["losses"].isfinite().all()
     image = mix_bn(nn.Sequential(nn.Unflatten(1, (1, 4, 6)), nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(32, 4)), verbose=False)
