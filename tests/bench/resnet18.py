@@ -25,6 +25,7 @@ from fedl2p.studies.settings import Setting, setting
 from fedl2p.studies.tables import study_table
 
 OUT = Path(__file__).parents[2] / "nbs/experiments/network"
+METHODS = (*FAIR, "fedl2p-full")  # the last: no candidate stops early
 CONDITION = Condition("cifar10", 0.5, 5, "fedavg")
 
 
@@ -46,10 +47,12 @@ def how(data: Path) -> Setting:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
     torch.set_num_threads(1)
     data, runner = Path(sys.argv[1]), Runner(1, limit=36000.0)
     with claimed(OUT):
-        for seed, method in product(map(int, sys.argv[2:] or ["0"]), FAIR):
+        for seed, method in product(map(int, sys.argv[2:] or ["0"]), METHODS):
             job = Job(Cell(CONDITION, method, seed), how(data), "resnet18", OUT, Machine(data, 1), runner)
             print(method, run_cell(job)["seconds"], file=sys.stderr, flush=True)
-    print("\n\n".join(map(str, study_table("cifar10", "resnet18", OUT, FAIR, having=FAIR))))
+    print("\n\n".join(map(str, study_table("cifar10", "resnet18", OUT, METHODS, having=FAIR))))
