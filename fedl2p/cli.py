@@ -27,7 +27,7 @@ from .learner import FedL2P
 from .loaders import ToTensor, data_from_files, images_in
 from .report import write_report
 from .runner import Progress
-from .shipping import ship
+from .shipping import KINDS, ship
 from .storage import write_file
 from .studies.demo import Demo, run_demo
 from .studies.runs import Run, Study, run_study
@@ -95,6 +95,7 @@ def personalize(
     std: tuple[float, ...] = (1.0,), # deviation of each channel, or one for all, as in pretraining
 ) -> None:
     "Fine-tune a network for one client with a learned policy, and write it to a file."
+    require(out.suffix in KINDS and out.parent.is_dir(), "out", f"a file {', '.join(KINDS)} in a folder that exists", out)
     files = images_in(data)
     names = list(classes) or sorted({file.parent.name for file in files})
     learned = FedL2P.load(network(model).eval(), policy)

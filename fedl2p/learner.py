@@ -18,7 +18,7 @@ from torch import nn
 from .bn import bn_layers, mix_bn
 from .checkpoint import fingerprint
 from .config import Config, upgraded
-from .core import Json, State, Table, device_of, generator, require_full_precision, warn
+from .core import Json, State, Table, device_of, generator, require, require_full_precision, warn
 from .data import Client, Data, check
 from .evaluation import as_module
 from .explain import Explanation, described, explain_client, frozen_by_hand
@@ -37,6 +37,12 @@ from .watch import Watch
 from .worth import Comparison, Metric, accuracy_metric, compare_clients, gained
 
 # %% ../nbs/library/learner.ipynb #a6a8e64d
+def _require_clients(clients: Sequence[Client]) -> None:
+    if not isinstance(clients, Sequence) or not all(isinstance(client, Client) for client in clients):
+        raise ValueError(f"clients must be a list of Client, as make_client makes them, got {type(clients).__name__}")
+    require(len(clients) > 0, "the number of clients", ">= 1", 0)
+
+
 class FedL2P:
     """Learns with many clients how to personalize a model for each of them, and then does so.
 
@@ -54,6 +60,8 @@ class FedL2P:
         config: Config = Config(),  # noqa: B008, frozen
         loss: LossFunction | None = None, # mean loss of outputs [N, classes] and labels [N]; None is cross-entropy
     ):
+        require(isinstance(model, nn.Module), "model", "a torch.nn.Module", model)
+        require(isinstance(config, Config), "config", "a Config", config)
         require_full_precision(model)
         self.model = with_loss(model if bn_layers(model) else mix_bn(model, verbose=False), loss)
         self.config, self.metanets = config, untrained(self.model, config)
@@ -68,6 +76,7 @@ class FedL2P:
         watch: Sequence[Watch] = (), # called with the record of the trials and of each round, see `fedl2p.watch`
     ) -> "FedL2P": # the same object, with the best meta-nets
         "Learn the meta-nets (Algorithm 1), or resume a run in the folder, perhaps with more rounds than before."
+        _require_clients(clients)
         with claimed(Path(folder)) if folder is not None else nullcontext():
             course = learn(self.model, self.config, clients, None if folder is None else Path(folder), runner, watch)
         self.metanets = with_state(self.model, self.config, course.policy)
@@ -114,6 +123,7 @@ class FedL2P:
     ) -> list[Result]: # results of clients that did not fail
         "Test accuracy of each personalized client; one that fails is left out with a warning."
         self._require_learned()
+        _require_clients(clients)
         return score_all(score_policy, self.model, self.config, self.metanets.state_dict(), clients, runner)
 
     def compare(
@@ -126,6 +136,7 @@ class FedL2P:
     ) -> Comparison:
         "This policy and plain fine-tuning, compared on the test samples of some clients."
         self._require_learned()
+        _require_clients(clients)
         state = dict(self.metanets.state_dict())
         return compare_clients(self.model, self.config, state, clients, rates, metric, title, runner)
 
@@ -169,6 +180,7 @@ class FedL2P:
     def _samples(self, client: Client | Data) -> tuple[Data, str]:
         "The samples that a client fine-tunes on, checked and on the model's device; and its name."
         self._require_learned()
+        require(isinstance(client, (Client, Data)), "client", "a Client or Data", type(client))
         id, data = ("", client) if isinstance(client, Data) else (client.id, client.samples(self.config.personalize_on))
         data = data.to(device_of(self.model))
         check(Client(id, data, data[:0], data[:0]), self.model, ["train"])

@@ -339,7 +339,7 @@ def compare_clients(
 ) -> Comparison:
     "Compare a policy with plain fine-tuning on the same clients."
     require(len(clients) > 0, "number of clients", ">= 1", 0)
-    require(len(rates) > 0, "number of rates", ">= 1", 0)
+    require(len(rates) > 0 and all(0 < lr < math.inf for lr in rates), "rates", "numbers > 0, one or more", rates)
     tried = {f"{name} {lr}": make(model, lr) for name, make in PLAIN.items() for lr in rates}
     found = score_all(_judge_client, model, config, _Wanted(state, tried, metric), clients, runner, "choosing rates")
     # Where a rate diverges, count twice the worst finite loss, so that one client cannot rule out a rate.

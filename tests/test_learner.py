@@ -318,3 +318,22 @@ def test_a_policy_that_has_not_learned_says_so(model, federation, tmp_path):
     assert FedL2P(model, Config.paper(epochs=1)).strategy(client).eta.any()
     policy.fit(federation.seen, runner=Runner(0)).save(tmp_path / "p")
     assert FedL2P.load(model, tmp_path / "p").strategy(client).bn == policy.strategy(client).bn
+
+
+def test_what_is_no_model_no_config_and_no_clients(model, federation, tmp_path):
+    client = federation.seen[0]
+    for make, words in ((lambda: FedL2P("resnet"), "model must be a torch.nn.Module, got 'resnet'"), (lambda: FedL2P(model, {"epochs": 1}), "config must be a Config, got")):
+        with pytest.raises(ValueError, match=words):
+            make()
+    policy = FedL2P(model, Config.paper(epochs=1))
+    for ask in (policy.fit, policy.score, policy.compare):
+        for wrong in (client, {client.id: client}, [client.train], [(client.train.x, client.train.y)], "abc", (c for c in [client])):
+            with pytest.raises(ValueError, match="clients must be a list of Client, as make_client makes them, got"):
+                ask(wrong)
+        with pytest.raises(ValueError, match="the number of clients must be >= 1, got 0"):
+            ask([])
+    for ask in (policy.strategy, policy.personalize, policy.explain):
+        with pytest.raises(ValueError, match="client must be a Client or Data, got"):
+            ask(client.train.x)
+    with pytest.raises(ValueError, match="rates must be numbers > 0, one or more, got"):
+        policy.compare([client], rates=(-1,))
