@@ -23,7 +23,7 @@ from safetensors.torch import load as from_bytes
 from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
-from .core import Json, State, _short, check_type, require
+from .core import Json, State, brief, check_type, require
 
 # %% ../nbs/library/storage.ipynb #3a4b7fc1
 def write_file(
@@ -88,7 +88,7 @@ def load_tensors(
     header = parts[0].get("__metadata__") or {}
     if header.get("format") not in formats:
         allowed = ' or '.join(map(repr, formats))
-        raise ValueError(f"format of {path} must be {allowed}, got {_short(header.get('format'))!r}")
+        raise ValueError(f"format of {path} must be {allowed}, got {brief(header.get('format'))}")
     if "sha256" in header and header.pop("sha256") != _digest(parts[0] | {"__metadata__": header}, parts[1]):
         raise ValueError(f"{path} is damaged: its content is not what was written")
     return tensors, header
