@@ -95,7 +95,8 @@ def personalize(
     std: tuple[float, ...] = (1.0,), # deviation of each channel, or one for all, as in pretraining
 ) -> None:
     "Fine-tune a network for one client with a learned policy, and write it to a file."
-    require(out.suffix in KINDS and out.parent.is_dir(), "out", f"a file {', '.join(KINDS)} in a folder that exists", out)
+    good = out.suffix in KINDS and out.parent.is_dir()
+    require(good, "out", f"a file {', '.join(KINDS)} in a folder that exists", str(out))
     files = images_in(data)
     names = list(classes) or sorted({file.parent.name for file in files})
     learned = FedL2P.load(network(model).eval(), policy)
