@@ -141,6 +141,7 @@ def test_a_node_that_sends_1e30_is_named_and_moves_lambda_little(monkeypatch):
     assert (learner.last_state[name] - honest.last_state[name]).abs().max() < 1
 
 
+@pytest.mark.filterwarnings("ignore:cut the steps")
 def test_liars_among_those_who_choose_and_those_who_pretrain(monkeypatch):
     """Three of ten, in our own recipe and in pretraining: a median bears them, a plain mean does not."""
     losses = {c.id: torch.rand(54, generator=torch.Generator().manual_seed(i)) + (torch.arange(54) != 7) for i, c in enumerate(ten())}
