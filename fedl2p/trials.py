@@ -91,8 +91,9 @@ def _go_on(
     for model, split, bn, numbers, race in heats:
         left = len(split_batches(torch.arange(len(split[0])), config.batch_size)) * (config.epochs - epoch)
         if stay := [k for k, i in enumerate(numbers) if i in only]:
+            race = race.only(torch.tensor(stay))
             try:
-                race = run_race(model, race.only(torch.tensor(stay)), bn, len(race.steps) - left)
+                race = run_race(model, race, bn, len(race.steps) - left)
                 precise = config.statistics == "precise" and bool(race.beta.any())  # they play no part where beta is 0
                 loss, _ = judge_race(model, race, bn, *split, precise)
             except ValueError:

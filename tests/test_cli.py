@@ -1,10 +1,11 @@
 """The command line: options that are wrong or unknown, its help, its tables, its progress in a log."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
-from fedl2p.cli import main, plain_lines, show
+from fedl2p.cli import main, personalize, plain_lines, show
 from fedl2p.core import Table, markdown
 
 
@@ -74,3 +75,10 @@ def test_a_table_is_markdown_in_a_file_and_drawn_in_a_terminal(capsys, monkeypat
     drawn = capsys.readouterr().out
     assert all(text in drawn for text in ("method", "accuracy", "none", "25.0 ± 7.1", "FT (BN C)", "60.0", "A note."))
     assert "**" not in drawn and "---:" not in drawn
+
+
+@pytest.mark.parametrize("out", ["mine.foo", "nowhere/mine.pt"])
+def test_where_a_model_cannot_be_written_is_said_before_any_work(out, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=rf"out must be a file \.safetensors, \.pt, \.pt2, \.onnx in a folder that exists, got '{out}'"):
+        personalize(Path("policy"), "network.py", Path("images"), Path(out))
