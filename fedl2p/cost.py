@@ -21,12 +21,13 @@ from .config import Config
 from .core import evaluating, generator, require
 from .data import Client, Data, check, split_batches
 from .finetune import finetune, loss_on
+from .halving import rungs
 from .hypergrad import HVPS, Descent, Hyper, Loss, Weights, add, curvature, fomaml, gradient, ift, times
 from .measure import count_flops, peak_memory, seconds
 from .metanet import MetaNets
 from .policy import policy, profile_of, untrained
 from .profile import profile
-from .trials import COMMON_ROUNDS, FOLDS, rungs
+from .trials import COMMON_ROUNDS, FOLDS
 
 # %% ../nbs/library/cost.ipynb #52201530
 def flops(
@@ -163,7 +164,7 @@ def _steps(samples: int, config: Config) -> int:
 
 
 def _trial_steps(samples: int, config: Config, n_candidates: int) -> int:
-    "Steps of all candidates in all splits, as `fedl2p.trials.trial_losses` takes them."
+    "Steps of all candidates in all splits, as in `fedl2p.halving.trial_losses`, if no two of them share any."
     a_split = samples - max(1, round(config.held_back * samples))
     an_epoch, steps, done = len(split_batches(torch.arange(a_split), config.batch_size)), 0, 0
     for epoch in rungs(config):

@@ -86,7 +86,7 @@ def test_nor_do_strategies_side_by_side(engine, monkeypatch):
     data = Data(torch.rand(40, 1, 8, 8), torch.arange(40) % 10)
     race = start_race(model, [bn_c(model, 0.1), bn_g(model, 0.1)], data, Tuning(epochs=2), torch.Generator().manual_seed(0), engine)
     race = race._replace(**{name: {k: t.to("meta") for k, t in getattr(race, name).items()} for name in ("weights", "buffers")}, beta=race.beta.to("meta"), eta=race.eta.to("meta"),
-                         steps=[(lambda batch=batch: batch().to("meta"), seed) for batch, seed in race.steps])
+                         split=race.split.to("meta"), steps=[([lambda batch=batch: batch().to("meta")], seed) for [batch], seed in race.steps])
     looks = []
     monkeypatch.setattr(many, "descend", lambda losses, weights, hyper, full: looks.append([loss(weights, hyper) for loss in losses]) or Descent([], {}, weights, {}))
     moved = run_race(model.to("meta"), race, "mix")

@@ -3,7 +3,6 @@
 import json
 import math
 import statistics
-import sys
 from copy import deepcopy
 from dataclasses import replace
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedl2p import trials
+from fedl2p import halving, trials
 from fedl2p.bn import mix_bn
 from fedl2p.client import learn_client, validate_client
 from fedl2p.config import Config
@@ -19,6 +18,7 @@ from fedl2p.core import generator
 from fedl2p.data import Client, Data
 from fedl2p.digits import fit
 from fedl2p.federated import Update, average
+from fedl2p.halving import rungs, trial_losses
 from fedl2p.learner import FedL2P
 from fedl2p.many import judge_race, run_race, start_race
 from fedl2p.measure import count_flops
@@ -39,8 +39,6 @@ from fedl2p.trials import (
     read_kept,
     recall,
     run_trials,
-    rungs,
-    trial_losses,
     try_client,
 )
 
@@ -203,7 +201,7 @@ def test_a_policy_comes_back_from_its_file(model, learner, unseen, tmp_path):
 def test_a_trial_is_fine_tuning_on_what_is_not_held_back(model, seen):
     """The mean over splits, each with other samples held back."""
     data, config = seen[0].samples("train+val"), replace(BRIEF, splits=3, halving=False)
-    parts = [trials._split(data, config, k, "x") for k in range(3)]
+    parts = [halving._split(data, config, k, "x") for k in range(3)]
     held = torch.cat([h.x[:, 0] for _, h in parts])
     assert all(len(t) == 28 and len(h) == 12 for t, h in parts) and len(held.unique()) == 36
     names, like, expected = signature(model), next(model.parameters()), []
@@ -217,15 +215,29 @@ def test_a_trial_is_fine_tuning_on_what_is_not_held_back(model, seen):
 
 
 def counted(monkeypatch):
-    "A list that gets the number of gradient steps of each part of a race."
-    steps = []
+    "A list that gets the number of steps of each part of a race, of all candidates, also of those that share theirs."
+    steps, go = [], halving._continued
 
-    def run(model, race, bn, n=None):
-        steps.append(len(race.eta) * len(race.steps[:n]))
-        return run_race(model, race, bn, n)
+    def run(heat, rows, n):
+        steps.append(sum(map(len, rows)) * len(heat.held) * len(heat.race.steps[:n]))
+        return go(heat, rows, n)
 
-    monkeypatch.setattr(trials, "run_race", run)
+    monkeypatch.setattr(halving, "_continued", run)
     return steps
+
+
+def test_who_takes_the_same_steps_takes_them_once(model, seen, monkeypatch):
+    """With precise statistics, BN C and BN I differ in how they are judged. With running ones they are two candidates."""
+    rows = []
+    monkeypatch.setattr(halving, "run_race", lambda model, race, bn, n: rows.append(len(race.eta)) or run_race(model, race, bn, n))
+    data = seen[0].samples("train+val")
+    for kind, n in (("precise", 46), ("pretrained", 54)):
+        trial_losses(model, replace(BRIEF, splits=2, statistics=kind), data, "x")
+        assert sum(rows) == 2 * n
+        rows.clear()
+    losses = trial_losses(model, BRIEF, data, "x")
+    tried = {str(c): losses[i] for i, c in enumerate(candidates())}
+    assert (tried["all at rate 0.3, beta 1"] - tried["batch at rate 0.3, batch's statistics"]).abs() > 1e-3
 
 
 def test_halving_finds_the_same_with_less_work(model, seen, monkeypatch):
@@ -263,7 +275,7 @@ def test_large_networks_begin_each_rung_anew_with_the_same_result(model, seen, m
     data, config = seen[4].samples("train+val"), replace(REAL, splits=2)
     kept = trial_losses(model, config, data, "x")
     steps = counted(monkeypatch)
-    monkeypatch.setattr(trials, "ROOM", 0)
+    monkeypatch.setattr(halving, "ROOM", 0)
     torch.testing.assert_close(trial_losses(model, config, data, "x"), kept, rtol=0, atol=1e-4)
     assert sum(steps) == 2 * 2 * (54 * 1 + 18 * 2 + 6 * 4)
 
@@ -413,7 +425,7 @@ def test_a_frozen_backbone_costs_what_its_head_costs(few, monkeypatch):
     data, found, work = few[0].samples("train+val"), [], []
     for short in (True, False):
         if not short:
-            monkeypatch.setattr(sys.modules[trial_losses.__module__], "without_body", lambda *_: None)
+            monkeypatch.setattr(halving, "without_body", lambda *_: None)
         work.append(count_flops(lambda: found.append(trial_losses(net, QUICK, data, "x"))))
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-5)
     assert work[0] < 0.5 * work[1]
@@ -698,13 +710,18 @@ def test_trials_of_a_stranger_are_looked_at(kept, tmp_path):
 def test_heads_train_on_features_with_the_same_losses_and_less_work(model, seen, monkeypatch):
     """Candidates that move the head alone, at beta 0, have a race of their own; other candidates lose nothing by it."""
     data, config = seen[0].samples("train+val"), replace(BRIEF, epochs=4, splits=2, halving=False, statistics="precise", engine="loop")
-    tracks = trials._tracks(model, config, data)
+    tracks = halving._tracks(model, config, data)
     assert {(candidates()[i].who, candidates()[i].beta) for i in tracks[0].tried} == {("head", 0.0)}
     assert sorted(i for track in tracks for i in track.tried) == [*range(len(candidates()))]
-    assert len(trials._tracks(model, replace(config, augment="crop-flip"), data)) == 1  # images that change have no features to keep
-    short, work = trial_losses(model, config, data, "x"), count_flops(lambda: trial_losses(model, config, data, "x"))
-    monkeypatch.setattr(trials, "without_body", lambda *_: None)
-    assert len(trials._tracks(model, config, data)) == 1
+    assert len(halving._tracks(model, replace(config, augment="crop-flip"), data)) == 1  # images that change have no features to keep
+    heads = [*tracks[0].tried]
+
+    def work(tracks):
+        heats = halving._heats(tracks, config, heads, range(config.splits), "x")
+        return count_flops(lambda: halving._go_on(config, heats, config.epochs, heads))
+
+    short, less = trial_losses(model, config, data, "x"), work(tracks)
+    monkeypatch.setattr(halving, "without_body", lambda *_: None)
+    [whole] = halving._tracks(model, config, data)
     torch.testing.assert_close(short, trial_losses(model, config, data, "x"), rtol=0, atol=1e-4)
-    heads = len(tracks[0].tried) / len(candidates())
-    assert work < (1 - 0.5 * heads) * count_flops(lambda: trial_losses(model, config, data, "x"))
+    assert less < 0.3 * work([whole])

@@ -31,6 +31,7 @@ from fedl2p.cost import budget, meta_gradients
 from fedl2p.data import Client, Data
 from fedl2p.digits import digits_federation, small_cnn
 from fedl2p.finetune import Tuning, finetune
+from fedl2p.halving import trial_losses
 from fedl2p.learner import FedL2P
 from fedl2p.many import CHUNK, pick_engine, run_race, start_race
 from fedl2p.measure import count_flops
@@ -42,7 +43,7 @@ from fedl2p.strategy import bn_c, head_only
 from fedl2p.studies.cells import drawn
 from fedl2p.studies.models import resnet18, small_resnet
 from fedl2p.studies.settings import DIGITS, Setting, setting
-from fedl2p.trials import run_trials, trial_losses
+from fedl2p.trials import run_trials
 
 DATA = Path(os.environ.get("FEDL2P_DATA", "data"))  # for CIFAR-10
 MODELS = Path(__file__).parents[2] / "nbs/experiments/policy"  # which come with the repository

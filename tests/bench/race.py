@@ -26,15 +26,14 @@ from looking import learned
 
 from fedl2p.bn import mix_bn
 from fedl2p.config import Config
+from fedl2p.halving import _go_on, _heats, _tracks, rungs, trial_losses
 from fedl2p.policy import profile_of
 from fedl2p.pretraining import pretrain
 from fedl2p.runner import Runner
 from fedl2p.selector import candidates, choice_of, inputs_of
 from fedl2p.studies.cells import drawn
 from fedl2p.studies.settings import DIGITS, setting
-from fedl2p.trials import rungs, trial_losses
 
-TRIALS = sys.modules[trial_losses.__module__]
 MODELS = Path(__file__).parents[2] / "nbs/experiments/policy"  # which come with the repository
 
 
@@ -42,11 +41,11 @@ def full_table(model, config, data, id) -> list[list[list[float]]]:
     "Losses [rung, split, candidate] of all candidates, none of which stops."
     everybody, table = range(len(candidates())), [[[0.0] * len(candidates()) for _ in range(config.splits)] for _ in rungs(config)]
     worst = 2 * math.log(10)
-    for k in range(config.splits):
-        heats = TRIALS._heats(TRIALS._tracks(model, config, data), config, everybody, k, id)
-        for r, epoch in enumerate(rungs(config)):
-            heats, losses = TRIALS._go_on(config, heats, epoch, everybody)
-            table[r][k] = [round(min(losses[i], worst) if math.isfinite(losses[i]) else worst, 5) for i in everybody]
+    heats = _heats(_tracks(model, config, data), config, everybody, range(config.splits), id)
+    for r, epoch in enumerate(rungs(config)):
+        heats, losses = _go_on(config, heats, epoch, everybody)
+        for k in range(config.splits):
+            table[r][k] = [round(min(losses[i][k], worst) if math.isfinite(losses[i][k]) else worst, 5) for i in everybody]
     return table
 
 
