@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .core import evaluating, generator, require, require_choice
+from .losses import check_loss
 
 # %% ../nbs/01_data.ipynb #2ab9d91f
 @dataclass(frozen=True, eq=False)
@@ -148,6 +149,7 @@ def check(
         if data.y.min() < 0 or data.y.max() >= classes:
             raise ValueError(f"client {client.id!r}: {part}.y must be in [0, {classes - 1}], the model's outputs, "
                              f"got {data.y.min()} to {data.y.max()}")
+        check_loss(model, classes, data.y)
 
 # %% ../nbs/01_data.ipynb #0f9152bb
 def label_tastes(

@@ -22,7 +22,7 @@ from .core import State, evaluating, require, require_choice, require_full_preci
 from .data import Data, Samples, split_batches
 from .frozen import without_body
 from .hypergrad import Descent, Hyper, Loss, Weights, descend
-from .losses import loss_of
+from .losses import mean_loss
 from .profile import listening
 from .strategy import Strategy, eta_by_name
 
@@ -35,14 +35,13 @@ def loss_on(
 ) -> Loss: # function of weights and hyperparameters
     "The loss on a batch, as a function for `fedl2p.hypergrad`: cross-entropy, unless `with_loss` says otherwise."
     names = [f"{name}.beta".lstrip(".") for name in bn_layers(model)]
-    measure = loss_of(model)
 
     def loss(weights: Weights, hyper: Hyper) -> Tensor:
         model.train(training)
         betas = hyper["beta"].unbind() if names else ()
         state = {**weights, **buffers, **dict(zip(names, betas, strict=True))}
         data = batch()
-        value = measure(functional_call(model, state, (data.x,)), data.y)
+        value = mean_loss(model, functional_call(model, state, (data.x,)), data.y)
         if training:
             buffers.update({name: state[name] for name in buffers})
         return value

@@ -21,7 +21,7 @@ from .config import Config
 from .core import evaluating, generator
 from .data import Data, split_batches
 from .frozen import without_body
-from .losses import loss_of
+from .losses import loss_of, mean_loss
 from .many import Race, judge_race, leanest_mode, run_race, start_race, together
 from .metanet import signature
 from .selector import candidates, strategy_of
@@ -149,7 +149,7 @@ def _guess(model: nn.Module, data: Data) -> float:
     classes = model(data.x[:2]).shape[1]
     if loss_of(model) is F.cross_entropy:
         return math.log(classes)
-    return loss_of(model)(data.x.new_zeros(len(data), classes), data.y).item()
+    return mean_loss(model, data.x.new_zeros(len(data), classes), data.y).item()
 
 
 def trial_losses(

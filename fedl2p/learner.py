@@ -58,12 +58,13 @@ class FedL2P:
         self,
         model: nn.Module, # pretrained; it is not changed
         config: Config = Config(),  # noqa: B008, frozen
-        loss: LossFunction | None = None, # mean loss of outputs [N, classes] and labels [N]; None is cross-entropy
+        loss: LossFunction | None = None, # of outputs and labels; None: the model's (`with_loss`), else cross-entropy
     ):
         require(isinstance(model, nn.Module), "model", "a torch.nn.Module", model)
         require(isinstance(config, Config), "config", "a Config", config)
         require_full_precision(model)
-        self.model = with_loss(model if bn_layers(model) else mix_bn(model, verbose=False), loss)
+        mixed = model if bn_layers(model) else mix_bn(model, verbose=False)
+        self.model = mixed if loss is None else with_loss(mixed, loss)
         self.config, self.metanets = config, untrained(self.model, config)
         self.history, self.trials, self.last_state = [], {}, {}
         self._learned = False
@@ -155,7 +156,7 @@ class FedL2P:
         cls,
         model: nn.Module, # model that the policy was learned for
         path: str | Path, # file written by `save`
-        loss: LossFunction | None = None, # loss that it was learned with; None is cross-entropy
+        loss: LossFunction | None = None, # loss that it was learned with; None: the model's, else cross-entropy
     ) -> "FedL2P":
         "Load a policy from a file; warns if it was learned for other weights of the model."
         _, header = load_tensors(path, POLICY, SELECTOR)

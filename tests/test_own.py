@@ -21,6 +21,7 @@ from fedl2p.digits import fit as train
 from fedl2p.digits import small_cnn
 from fedl2p.hypergrad import NoSecondDerivative, curvature
 from fedl2p.loaders import ToTensor, class_names, clients_from_folder, data_from_files, images_in
+from fedl2p.losses import with_loss
 from fedl2p.measure import count_flops
 from fedl2p.runner import Runner, bar
 from fedl2p.selector import Selector
@@ -215,6 +216,21 @@ def test_other_losses_are_used_everywhere():
     assert ours.score(clients, HERE)[0].score.loss > plain.score(clients, HERE)[0].score.loss
     assert not hasattr(ours.personalize(clients[0]), "_loss") or not vars(ours.personalize(clients[0]))["_loss"]
     assert not hasattr(mlp(), "_loss")
+    theirs = FedL2P(with_loss(mlp(), smooth), QUICK).fit(clients, runner=HERE)  # attached before
+    assert theirs.trials == ours.trials
+
+
+@pytest.mark.parametrize("config", [QUICK, Config.paper(epochs=1, rounds=1, fraction=1.0)])
+@pytest.mark.parametrize(("loss", "message"), [
+    (nn.CrossEntropyLoss(reduction="none"), r"loss must return a tensor of one number, the mean over samples, got shape \[\d+\]"),
+    (nn.CrossEntropyLoss(reduction="sum"), r"loss must be a mean over samples, got \d+\.?\d* for \d+ samples and \d+"),
+    (lambda out, y: torch.tensor(1.0), "loss must be computed from the outputs, got a tensor without a gradient"),
+    (lambda out, y: 1.0, "loss must return a tensor of one number, the mean over samples, got <class 'float'>"),
+])
+def test_a_loss_that_is_no_mean_is_refused(config, loss, message):
+    """In one sentence, where a sum would only have made all rates larger."""
+    with pytest.warns(RuntimeWarning, match=message), pytest.raises(RuntimeError, match="all"):
+        FedL2P(mlp(), config, loss=loss).fit(blobs(), runner=HERE)
 
 
 @pytest.mark.parametrize("norm", [lambda: nn.LayerNorm(8), lambda: nn.GroupNorm(2, 8)], ids=["LayerNorm", "GroupNorm"])
