@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .core import comments_in_help, generator, require, seeded, warn
+from .core import check_fields, comments_in_help, generator, require, seeded, warn
 from .data import Client, Data, lda_partition, split
 
 # %% ../nbs/library/loaders.ipynb #ab2b9468
@@ -197,6 +197,13 @@ class ToTensor:
     size: int = 64 # width and height
     mean: tuple[float, ...] = (0.0,) # mean of each channel, or one for all, in [0, 1]; subtracted
     std: tuple[float, ...] = (1.0,) # deviation of each channel, or one for all; divided by
+
+    def __post_init__(self):
+        check_fields(self, {"size": 10_000})
+        require(self.size >= 1, "size", ">= 1", self.size)
+        for name, value in {"mean": self.mean, "std": self.std}.items():
+            require(len(value) in (1, 3), name, "1 or 3 numbers, in a tuple", value)
+        require(min(self.std) > 0, "std", "> 0", self.std)
 
     def __call__(self, image: Any) -> Tensor:
         array = np.array(image.convert("RGB").resize((self.size, self.size), 2), dtype=np.float32)  # 2: bilinear

@@ -168,3 +168,16 @@ def test_a_class_without_images_that_can_be_read_is_said(tmp_path):
 def test_labels_of_a_dataset_are_whole_numbers(label):
     with pytest.raises(ValueError, match="labels must be whole numbers"):
         as_data([(torch.zeros(3), label)] * 4)
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"size": 0}, "size must be >= 1, got 0"),
+    ({"size": 20_000}, "size must be <= 10000, got 20000"),
+    ({"size": (32, 32)}, r"size must be a whole number, got \(32, 32\)"),
+    ({"mean": 0.5}, "mean must be .*, got 0.5"),
+    ({"mean": (0.5, 0.5)}, r"mean must be 1 or 3 numbers, in a tuple, got \(0.5, 0.5\)"),
+    ({"std": (0.1, 0.0, 0.1)}, r"std must be > 0, got \(0.1, 0.0, 0.1\)"),
+])
+def test_a_transform_that_makes_no_sense(options, message):
+    with pytest.raises(ValueError, match=message):
+        ToTensor(**options)
