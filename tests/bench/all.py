@@ -74,7 +74,7 @@ def plain_steps(model: nn.Module, data: Data, steps: int) -> None:
 
 
 def steps() -> Iterator[Row]:
-    "One step of fine-tuning: alone, and one of sixteen strategies by each engine."
+    "One step of fine-tuning: alone, and one of 24 strategies by each engine."
     numbers = torch.Generator().manual_seed(0)
     networks = {
         "digits": (small_cnn(), (1, 8, 8), 20), "CIFAR-10, small": (small_resnet("cifar", stride=2), (3, 32, 32), 4),
@@ -85,7 +85,7 @@ def steps() -> Iterator[Row]:
         model, tuning = mix_bn(network, verbose=False), Tuning(epochs=n)
         strategy = bn_c(model, 1e-3)
         rivals = {"plain": partial(plain_steps, network, data, n), "ours": partial(finetune, model, strategy, data, tuning)}
-        if "ResNet" not in name:  # sixteen copies of which do not pay
+        if "ResNet" not in name:  # copies of which do not pay
             for engine in ("loop", "vmap"):
                 race = start_race(model, [strategy] * CHUNK, data, tuning, torch.Generator().manual_seed(0), engine)
                 rivals[engine] = partial(run_race, model, race, "mix", n)

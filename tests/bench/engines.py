@@ -1,4 +1,4 @@
-"""Where `vmap` pays: one step of sixteen strategies side by side, in the time of a loop, for networks with more and more arithmetic.
+"""Where `vmap` pays: one step of 24 strategies side by side, in the time of a loop, for networks with more and more arithmetic.
 
     python tests/bench/engines.py     about a minute of one core
 
