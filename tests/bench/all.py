@@ -203,14 +203,15 @@ def _race_to_target(name: str, how: Setting, pretrained: nn.Module, seen: list[C
     def judged(learner: FedL2P, state: State) -> float:
         return mean(score_all(score_held_back, model, learner.config, state, judges, Runner(0)))
 
-    spent, paper = dict[int, float](), dict[int, float]()
+    spent, paper, asked = dict[int, float](), dict[int, float](), how.config.rounds
+    start = judged(FedL2P(model, how.config), untrained(model, how.config).state_dict())
+    yield f"paper's recipe, {name}, before any round: mean validation loss {start:.3f}", "0", "gradients, all clients"
     with TemporaryDirectory() as folder:
         for n in rounds:  # each goes on where the one before stopped
             learner = FedL2P(model, replace(how.config, rounds=n, patience=rounds[-1])).fit(seen, folder, Runner(0))
             paper[n], spent[n] = judged(learner, learner.last_state), len(seen) * budget(model, learner.config).gradients
             yield f"paper's recipe, {name}, {n} rounds: mean validation loss {paper[n]:.3f}", f"{spent[n]:,.0f}", "gradients, all clients"
-    best, asked = min(paper, key=lambda n: paper[n]), how.config.rounds
-    config = how.config.ours()
+    best, config = min(paper, key=lambda n: paper[n]), how.config.ours()
     for n in tries:
         ours = FedL2P(model, config).fit(seen[:: len(seen) // n], runner=Runner(0))
         work, loss = n * budget(model, config).gradients, judged(ours, ours.metanets.state_dict())
