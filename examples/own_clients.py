@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from fedl2p import Client, Config, FedL2P
-from fedl2p.loaders import ToTensor, class_names, clients_from_folder, data_from_files, images_in
+from fedl2p.folders import class_names, clients_from_folder, data_from_files, images_in
+from fedl2p.loaders import ToTensor
 from fedl2p.shapes import write_shapes
 from fedl2p.shipping import ship
 

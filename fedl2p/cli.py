@@ -23,8 +23,9 @@ from torch import nn
 
 from . import __version__
 from .core import Table, comments_in_help, markdown, require
+from .folders import data_from_files, images_in
 from .learner import FedL2P
-from .loaders import ToTensor, data_from_files, images_in
+from .loaders import ToTensor
 from .report import write_report
 from .runner import Progress
 from .shipping import KINDS, ship

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "fedl2p"
 LEVELS = [
     "core",
     "storage losses bn data convolution hypergrad measure shapes",
-    "loaders profile digits",
+    "loaders folders profile digits",
     "watch shipping strategy metanet selector",
     "frozen finetune evaluation many",
     "runner checkpoint federated robust config policy scoring",

@@ -10,17 +10,8 @@ from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, TensorDataset
 
 from fedl2p import Client, Config, Data, FedL2P, make_client
-from fedl2p.loaders import (
-    LazyData,
-    ToTensor,
-    as_data,
-    class_names,
-    client_from,
-    clients_from_folder,
-    data_from_files,
-    deal_clients,
-    images_in,
-)
+from fedl2p.folders import class_names, clients_from_folder, data_from_files, images_in
+from fedl2p.loaders import LazyData, ToTensor, as_data, client_from, deal_clients
 from fedl2p.runner import Runner
 
 X, Y = torch.rand(12, 3, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3

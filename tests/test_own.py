@@ -19,8 +19,9 @@ from fedl2p.bn import bn_layers
 from fedl2p.cli import main
 from fedl2p.digits import fit as train
 from fedl2p.digits import small_cnn
+from fedl2p.folders import class_names, clients_from_folder, data_from_files, images_in
 from fedl2p.hypergrad import NoSecondDerivative, curvature
-from fedl2p.loaders import ToTensor, class_names, clients_from_folder, data_from_files, images_in
+from fedl2p.loaders import ToTensor
 from fedl2p.losses import with_loss
 from fedl2p.measure import count_flops
 from fedl2p.runner import Runner, bar

@@ -22,7 +22,8 @@ from torch import nn
 
 from fedl2p import Client, Config, FedL2P
 from fedl2p.core import generator
-from fedl2p.loaders import ToTensor, class_names, clients_from_folder, data_from_files, images_in
+from fedl2p.folders import class_names, clients_from_folder, data_from_files, images_in
+from fedl2p.loaders import ToTensor
 from fedl2p.runner import Runner, bar
 from fedl2p.studies.datasets import IMAGENET_MEAN, IMAGENET_STD
 from fedl2p.studies.models import imagenet_resnet18
