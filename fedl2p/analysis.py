@@ -18,6 +18,7 @@ import numpy as np
 from torch import nn
 
 from .core import require
+from .measure import standard_error
 from .metanet import signature
 from .scoring import Result
 
@@ -315,11 +316,6 @@ def gains(
     return sorted(gained.values(), key=lambda g: -g.points)
 
 
-def _error(values: Sequence[float]) -> float:
-    "Standard error of a mean; nan for fewer than two values."
-    return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else math.nan
-
-
 def mean_gain(
     gained: Sequence[Gain], # gains of clients, from `gains`
 ) -> Difference: # with mean nan if there are no clients
@@ -327,7 +323,7 @@ def mean_gain(
     points, seeds = [g.points for g in gained], dict.fromkeys(seed for g in gained for seed in g.by_seed)
     of_seeds = [statistics.mean(g.by_seed[seed] for g in gained if seed in g.by_seed) for seed in seeds]
     mean = statistics.mean(points) if points else math.nan
-    return Difference(mean, _error(of_seeds), _error(points), len(seeds), len(points))
+    return Difference(mean, standard_error(of_seeds), standard_error(points), len(seeds), len(points))
 
 # %% ../nbs/library/analysis.ipynb #68729364
 def plot_gains(

@@ -17,6 +17,7 @@ from torch import nn
 
 from .bn import bn_layers, mix_bn
 from .checkpoint import fingerprint
+from .comparing import Comparison, Metric, accuracy_metric, compare_clients
 from .config import Config, upgraded
 from .core import Json, State, Table, device_of, generator, require, require_full_precision, warn
 from .data import Client, Data, check
@@ -34,7 +35,7 @@ from .shipping import fold_bn
 from .storage import claimed, header_entry, load_tensors
 from .strategy import Strategy
 from .watch import Watch
-from .worth import Comparison, Metric, accuracy_metric, compare_clients, gained
+from .worth import gained
 
 # %% ../nbs/library/learner.ipynb #a6a8e64d
 def _require_clients(clients: Sequence[Client]) -> None:

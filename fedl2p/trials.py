@@ -9,7 +9,6 @@ __all__ = ['KEPT', 'COMMON_ROUNDS', 'NETWORK', 'FOLDS', 'ENOUGH', 'try_client', 
 # %% ../nbs/library/trials.ipynb #7ec1ca56
 import hashlib
 import json
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,6 +25,7 @@ from .data import Client, check
 from .federated import FedAdam, Update, fedavg, run_round
 from .halving import trial_losses
 from .losses import loss_name
+from .measure import standard_error
 from .policy import profile_of
 from .robust import robust_mean
 from .runner import Runner, Task
@@ -182,6 +182,6 @@ def learn_to_choose(
         gains += [report["gain"] for report in run_round(others, tasks, 0, runner).reports.values()]
     if len(gains) < 2:  # too many failed while judging
         return state, {"looks": False, "gain": 0.0, "error": 0.0}
-    gain, error = statistics.mean(gains), statistics.stdev(gains) / math.sqrt(len(gains))
+    gain, error = statistics.mean(gains), standard_error(gains)
     found = {"looks": gain > error, "gain": gain, "error": error}
     return (_look(model, config, state, clients, runner) if gain > error else state), found

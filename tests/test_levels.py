@@ -16,7 +16,7 @@ LEVELS = [
     "frozen finetune evaluation many",
     "runner checkpoint federated robust config policy scoring",
     "pretraining client",
-    "halving trials cost analysis explain worth rounds learner",
+    "halving trials cost analysis explain worth comparing rounds learner",
     "clusters fitted",
     # Nothing before the studies may import them, since they come later.
     "node flower simulated " + " ".join(f"studies.{m}" for m in "files corruptions models published datasets settings methods cells contents runs tables comparisons demo simulation".split()),
