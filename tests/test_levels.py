@@ -20,7 +20,7 @@ LEVELS = [
     "clusters fitted",
     # Nothing before the studies may import them, since they come later.
     "node flower simulated " + " ".join(f"studies.{m}" for m in "files corruptions models published datasets settings methods cells contents runs tables comparisons demo simulation".split()),
-    "report cli",
+    "cases report cli",
 ]
 MODULES = [module for level in LEVELS for module in level.split()]
 TREES = {m: ast.parse((PACKAGE / f"{m.replace('.', '/')}.py").read_text(encoding="utf-8")) for m in MODULES}

@@ -18,9 +18,10 @@ import pytest
 import torch
 from torch import nn
 
-from fedl2p import Config, Data, FedL2P, make_client, report
+from fedl2p import Config, Data, FedL2P, make_client
+from fedl2p.cases import cases
 from fedl2p.cli import main
-from fedl2p.report import STYLE, cases, write_report
+from fedl2p.report import STYLE, write_report
 from fedl2p.runner import Runner
 from fedl2p.storage import load_tensors, save_tensors
 from fedl2p.studies.demo import Demo, run_demo
@@ -306,7 +307,7 @@ def test_a_report_that_broke_off_can_be_made_again(small, tmp_path, monkeypatch)
 READS = """
 import sys, time, warnings
 warnings.simplefilter("always")
-from fedl2p.report import cases
+from fedl2p.cases import cases
 start = time.time()
 [case] = cases(sys.argv[1])
 print(len(case.records), time.time() - start < 20)
@@ -333,11 +334,11 @@ def test_large_files_are_left_out(tmp_path, monkeypatch):
     paths = [cell(tmp_path, method, plain()) for method in ("fedl2p", "none", "plain")]
     size = max(path.stat().st_size for path in paths)
     large = cell(tmp_path, "large", plain(60))
-    monkeypatch.setattr(report, "_FILE_BYTES", size)
+    monkeypatch.setattr("fedl2p.cases.FILE_BYTES", size)
     with pytest.warns(RuntimeWarning, match="large-seed0.json is left out: more than"):
         assert len(cases(tmp_path)[0].records) == 12
     large.unlink()
-    monkeypatch.setattr(report, "_FOLDER_BYTES", 2 * size)
+    monkeypatch.setattr("fedl2p.cases._FOLDER_BYTES", 2 * size)
     with pytest.warns(RuntimeWarning, match="plain-seed0.json is left out: .*or more than .* with the files before it"):
         assert len(cases(tmp_path)[0].records) == 8
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedl2p import cli
+from fedl2p.cases import cases as report_cases
 from fedl2p.checkpoint import load_checkpoint, save_checkpoint
 from fedl2p.config import Config
 from fedl2p.core import Table, require
@@ -24,7 +25,6 @@ from fedl2p.learner import FedL2P
 from fedl2p.policy import untrained
 from fedl2p.pretraining import Recipe
 from fedl2p.profile import Profile
-from fedl2p.report import cases as report_cases
 from fedl2p.rounds import Course, load_course, save_course
 from fedl2p.runner import Runner
 from fedl2p.storage import save_tensors
