@@ -11,14 +11,13 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from .config import Config
 from .core import State, Table, device_of, markdown, require
 from .data import Client, check
 from .measure import standard_error
-from .policy import personal_profile, policy, with_state
+from .policy import personal_strategy
 from .runner import Runner
 from .scoring import personal_outputs, score_all, score_strategies
 from .strategy import Strategy, bn_c, bn_g, bn_i, head_only
@@ -57,9 +56,9 @@ class Comparison(NamedTuple):
             less = "" if method == "policy" else f"{gain:+.2f} ± {error:.2f}"
             rows.append([method + rate, f"{statistics.mean(by_client.values()):.2f}", less])
         n = len(self.scores["policy"])
-        of_all = f"{n} of {n + self.lost} (the others failed)" if self.lost else n
+        of_all = f"{n} of {n + self.lost} clients (the others failed)" if self.lost else f"{n} clients"
         return Table(["method", self.title, "policy gains"], rows, 1,
-                     [f"Test samples of {of_all} clients, each client counted once; ± is the standard error "
+                     [f"Test samples of {of_all}, each client counted once; ± is the standard error "
                       "over clients. Rates of plain methods were chosen by validation on these clients."])
 
     def __str__(self) -> str:
@@ -88,9 +87,7 @@ def _compare_client(model: nn.Module, config: Config, wanted: _Wanted, client: C
     client = client.to(device_of(model))
     check(client, model, ["train", "test"])
     data = client.samples(config.personalize_on)
-    known = personal_profile(model, config, data, client.id)
-    with torch.no_grad():
-        own = policy(with_state(model, config, wanted.state), known, config)
+    own, _ = personal_strategy(model, config, wanted.state, data, client.id)
     outs = {name: personal_outputs(model, s, data, client.test, config, client.id)
             for name, s in {**wanted.strategies, "policy": own}.items()}
     return {"id": client.id, **{name: wanted.metric(out, client.test.y) for name, out in outs.items()}}

@@ -19,7 +19,7 @@ from .core import State, device_of, evaluating, generator, require, warn
 from .data import Client, Data, check
 from .evaluation import Score, outputs_of, score_client
 from .finetune import finetune
-from .policy import personal_profile, policy, with_state
+from .policy import personal_strategy
 from .profile import Profile
 from .runner import Runner, Task
 from .strategy import Strategy
@@ -67,9 +67,7 @@ def score_policy(
 ) -> Result:
     "Score one client under the strategy that the policy makes for it."
     client = _ready(model, client)
-    known = personal_profile(model, config, client.samples(config.personalize_on), client.id)
-    with torch.no_grad():
-        strategy = policy(with_state(model, config, state), known, config)
+    strategy, known = personal_strategy(model, config, state, client.samples(config.personalize_on), client.id)
     return score_strategies(model, config, {"": strategy}, client)[""]._replace(profile=known)
 
 # %% ../nbs/library/scoring.ipynb #scoring-personal

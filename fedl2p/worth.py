@@ -24,7 +24,7 @@ from .data import Client
 from .many import CHUNK, pick_engine, run_race, start_race
 from .measure import standard_error
 from .metanet import signature
-from .policy import personal_profile, policy, with_state
+from .policy import personal_strategy
 from .runner import Runner, Task, attempt
 from .scoring import personal_outputs
 from .selector import candidates, strategy_of
@@ -173,9 +173,7 @@ def constant_client(
     "Whether a personalized model diverges, or predicts one class for all samples."
     client = client.to(device_of(model))
     data = client.samples(config.personalize_on)
-    known = personal_profile(model, config, data, client.id)
-    with torch.no_grad():
-        strategy = policy(with_state(model, config, state), known, config)
+    strategy, _ = personal_strategy(model, config, state, data, client.id)
     out = personal_outputs(model, strategy, data, data, config, client.id)
     if not out.isfinite().all():
         return f"client {client.id!r}: fine-tuning diverges under the strategy that the policy gives it"

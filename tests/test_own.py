@@ -347,4 +347,4 @@ def test_a_comparison_says_who_is_not_in_it():
     with pytest.warns(RuntimeWarning, match="client 'odd'"):
         compared = policy.compare([*clients, odd], rates=(0.1,), runner=HERE)
     assert compared.lost == 1 and "odd" not in compared.scores["policy"]
-    assert f"Test samples of {len(clients)} of {len(clients) + 1} (the others failed) clients" in str(compared)
+    assert f"Test samples of {len(clients)} of {len(clients) + 1} clients (the others failed), each" in str(compared)
