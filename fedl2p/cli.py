@@ -229,6 +229,9 @@ def main(
     except (ValueError, OSError, RuntimeError, ImportError) as error:
         print(f"fedl2p: {error}", file=sys.stderr)
         return 1
+    except MemoryError as error:
+        print(f"fedl2p: not enough memory {f'({error})' if str(error) else ''}".rstrip(), file=sys.stderr)
+        return 1
     return 0
 
 # %% ../nbs/library/cli.ipynb #cli-help2

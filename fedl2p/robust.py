@@ -18,7 +18,7 @@ from .federated import Update, average
 # %% ../nbs/library/robust.ipynb #30e7fe2c
 Mean = Literal["mean", "median", "trimmed"]
 MEANS: tuple[Mean, ...] = ("mean", "median", "trimmed")
-# Longest step, in median steps. In a plain mean it only stops what cannot be honest.
+# Longest step, in median steps. In a plain mean it only stops what cannot be honest, and bounds weights, too.
 LONGEST = {"mean": 100.0, "median": 3.0, "trimmed": 3.0}
 
 
@@ -37,14 +37,15 @@ def bounded(
     squares = {id: sum((u.state[k] - state[k]).double().square().sum().item() for k in names)
                for id, u in updates.items()}
     lengths = {id: square**0.5 for id, square in squares.items()}
-    limit = most * statistics.median(lengths.values()) if lengths else 0.0
+    moves = [length for length in lengths.values() if length]
+    limit = most * statistics.median_low(moves) if moves else 0.0
     cut = [id for id, length in lengths.items() if length > limit]
     kept = dict(updates)
-    for id in cut if limit else ():  # if most clients do not move, there is no length to compare with
+    for id in cut:
         share = limit / lengths[id]
         moved = {k: torch.lerp(state[k].double(), updates[id].state[k].double(), share).to(state[k]) for k in names}
         kept[id] = updates[id]._replace(state={**updates[id].state, **moved})
-    return kept, cut if limit else []
+    return kept, cut
 
 # %% ../nbs/library/robust.ipynb #00d6437f
 def robust_mean(
@@ -61,7 +62,8 @@ def robust_mean(
         who = ", ".join(map(repr, cut))
         warn(f"cut the steps of clients that moved more than {LONGEST[mean]:g} times the median: {who}")
     if not kept or mean == "mean":
-        return average((u.state, float(u.weight)) for u in kept.values())
+        heaviest = LONGEST["mean"] * statistics.median_low([u.weight for u in kept.values()]) if kept else 0.0
+        return average((u.state, min(float(u.weight), heaviest)) for u in kept.values())
     n, after = len(kept), {**state}
     drop = int(trim * n) if mean == "trimmed" else (n - 1) // 2  # the median is the mean of the middle one or two
     for name in state:

@@ -23,7 +23,7 @@ from safetensors.torch import load as from_bytes
 from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
-from .core import Json, State, brief, check_type, require
+from .core import Json, State, brief, check_type, require, warn
 
 # %% ../nbs/library/storage.ipynb #3a4b7fc1
 def write_file(
@@ -46,6 +46,21 @@ def _parts(raw: bytes) -> tuple[Json, bytes]:
     "The header of a safetensors file, and the numbers after it."
     end = 8 + int.from_bytes(raw[:8], "little")
     return json.loads(raw[8:end]), raw[end:]
+
+
+_HEADER_BYTES = 100_000_000  # the library's own limit
+
+
+def _check_size(path: Path) -> None:
+    "Raise ValueError if a file is not as long as its header says, before the rest of it is read."
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        require(2 <= length <= min(size - 8, _HEADER_BYTES), "length of the header", "that of a header", length)
+        header = check_type(json.loads(file.read(length)), dict[str, dict], "header")
+    offsets = [entry.get("data_offsets") for name, entry in header.items() if name != "__metadata__"]
+    expected = 8 + length + max((end for _, end in check_type(offsets, list[tuple[int, int]], "data_offsets")), default=0)
+    require(size == expected, "number of bytes", f"{expected}, as its header says", size)
 
 
 def _joined(header: Json, numbers: bytes) -> bytes:
@@ -79,12 +94,13 @@ def load_tensors(
     "What `save_tensors` wrote; files of earlier versions have no hash, and are not checked for damage."
     if not Path(path).is_file():
         raise FileNotFoundError(f"there is no file {path}")
-    raw = Path(path).read_bytes()
     try:
+        _check_size(Path(path))
+        raw = Path(path).read_bytes()
         tensors = from_bytes(raw)
         parts = _parts(raw)
-    except (SafetensorError, ValueError, KeyError, OverflowError) as error:
-        raise ValueError(f"{path} is not a complete safetensors file ({error})") from error
+    except (SafetensorError, ValueError, KeyError, OverflowError, RecursionError) as error:
+        raise ValueError(f"{path} is not a complete safetensors file ({str(error)[:200]})") from error
     header = parts[0].get("__metadata__") or {}
     if header.get("format") not in formats:
         allowed = ' or '.join(map(repr, formats))
@@ -197,8 +213,8 @@ def claimed(
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise RuntimeError(f"another run is using {folder}; wait until it ends or choose another folder") from error
-        except OSError:  # some network drives cannot lock a folder
-            pass
+        except OSError as error:  # some network drives cannot lock a folder
+            warn(f"{folder} cannot be locked ({error}); make sure that no other run uses it")
         else:
             sweep(folder)
         yield

@@ -61,6 +61,16 @@ def test_help_shows_the_comment_after_each_parameter(command, text, capsys):
     assert text in " ".join(capsys.readouterr().out.replace("│", " ").split())
 
 
+@pytest.mark.parametrize("error, words", [(MemoryError(), "fedl2p: not enough memory"), (MemoryError("3 GB"), "fedl2p: not enough memory (3 GB)")])
+def test_too_little_memory_is_said_in_one_line(error, words, monkeypatch, capsys):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr("fedl2p.cli.write_report", fail)
+    assert main(["report", "folder"]) == 1
+    assert capsys.readouterr().err.strip() == words
+
+
 def test_lines_for_a_log(capsys):
     assert list(plain_lines(iter("abc"), "x", 103, 100)) == list("abc")
     assert capsys.readouterr().err.splitlines() == ["x: 103/103"]

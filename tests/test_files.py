@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from fedl2p.folders import FORMATS, read_image
 from fedl2p.studies import files
 from fedl2p.studies.files import (
     cached,
@@ -352,7 +353,7 @@ def test_decoded_images_stand_upright(tmp_path):
     assert x.shape == (1, 3, 8, 8) and (x[0, 0, :3] == 255).all() and (x[0, 2, 5:] == 255).all() and (x[0, 1] == 0).all()
 
 
-@pytest.mark.parametrize("suffix", sorted(files._SUFFIXES))
+@pytest.mark.parametrize("suffix", sorted(FORMATS))
 def test_every_format_that_a_name_may_have_is_read(tmp_path, suffix):
     Image.new("RGB", (6, 6), (250, 0, 0)).save(tmp_path / f"a{suffix}")
     assert decode([tmp_path / f"a{suffix}"], 4, "")[0, 0].min() > 240
@@ -364,8 +365,23 @@ def test_other_formats_are_refused_whatever_their_name(tmp_path, format, monkeyp
     Image.new("RGB", (6, 6)).save(tmp_path / "a.x", format)
     (tmp_path / "a.x").rename(tmp_path / "x.png")
     monkeypatch.setattr(subprocess, "Popen", None)
-    with pytest.raises(ValueError, match=r"x.png cannot be read as an image \(cannot identify image file .*\); download it again"):
+    with pytest.raises(ValueError, match=r"x.png cannot be read as an image \(cannot identify image file .*\)"):
         decode([tmp_path / "x.png"], 4, "")
+
+
+def test_an_image_that_would_fill_the_memory_is_refused_before_it_is_unpacked(tmp_path, monkeypatch):
+    Image.new("1", (200, 200)).save(tmp_path / "a.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 39_999)
+    monkeypatch.setattr(Image.Image, "convert", None)
+    with pytest.raises(ValueError, match=r"a.png cannot be read as an image \(Image size \(40000 pixels\) exceeds limit"):
+        decode([tmp_path / "a.png"], 8, "")
+
+
+@pytest.mark.parametrize("read", [load_npy, read_npz, lambda p: read_wav(p, 16000), read_image, lambda p: read_checked(p, "0"), read_list])
+def test_a_pipe_is_refused_and_not_waited_for(read, tmp_path):
+    os.mkfifo(tmp_path / "a.png")
+    with pytest.raises(ValueError, match="a.png .*(is no regular file|must be a file)|a.png cannot be read as an image .it is no regular file"):
+        read(tmp_path / "a.png")
 
 
 # --- caches and sounds ---

@@ -18,6 +18,7 @@ from fedl2p.client import learn_client
 from fedl2p.digits import digits_federation, small_cnn
 from fedl2p.federated import Diverged
 from fedl2p.learner import FedL2P
+from fedl2p.losses import with_loss
 from fedl2p.metanet import signature
 from fedl2p.runner import Failure, Runner, Task
 from fedl2p.scoring import score_all
@@ -170,9 +171,20 @@ def test_numbers_of_samples_are_bounded(work):
         with pytest.raises(ValueError, match="^num-examples must be > 0 and <= 1e\\+06, got|^numbers must be finite"):
             read(n)
     for name in numbers:
-        for value in (float("inf"), float("nan"), "3", None, True, 10**400):
+        for value in (float("inf"), float("nan"), "3", None, True, 10**400, 1e308, -1e7):
             with pytest.raises(ValueError, match="^numbers must be finite"):
                 read(1, **{name: value})
+
+
+def test_a_cross_entropy_below_zero_is_refused():
+    """It would make the lambda of its round the best, whatever the others say; other losses may be negative."""
+    task, arrays = learning(seen()[:1])[0], ArrayRecord({"w": Array(torch.ones(2).numpy())})
+    content = {"arrays": arrays, "metrics": {"num-examples": 3, "val_loss": -0.1, "diverging": 0}}
+    with pytest.raises(ValueError, match="^val_loss must be >= 0, as a cross-entropy is, got -0.1"):
+        _read("learn", task, content)
+    content["metrics"]["val_loss"] = -0.1
+    own = task._replace(model=with_loss(task.model, lambda out, y: -out.mean()))
+    assert _read("learn", own, content).report["val_loss"] == -0.1
 
 
 def test_scores_are_bounded():

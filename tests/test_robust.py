@@ -61,6 +61,30 @@ def test_long_steps_are_cut_and_named():
     assert not cut and all(torch.equal(u.state["w"], START["w"]) for u in nobody.values())
 
 
+@pytest.mark.parametrize("mean", MEANS)
+@pytest.mark.parametrize("honest, liars", [(1, 1), (2, 2), (3, 3)])
+def test_half_of_few_clients_cannot_take_the_lead(mean, honest, liars):
+    """The mean of both middle steps would be half of the lie."""
+    rows = [[1.0, 0.0, 0.0]] * honest + [[0.0, 0.0, -1e30]] * liars
+    with pytest.warns(RuntimeWarning, match=f"times the median: 'c{honest}'"):
+        assert robust_mean(START, updates(rows), mean)["w"].norm().item() <= 51
+
+
+def test_clients_that_do_not_move_hide_nobody():
+    kept, cut = bounded(START, updates([[0.0] * 3, [0.0] * 3, [1.0, 0.0, 0.0], [0.0, 0.0, 1e30]]))
+    assert cut == ["c3"] and kept["c3"].state["w"].norm().item() == pytest.approx(3.0)
+
+
+def test_a_claimed_weight_is_bounded_in_a_plain_mean():
+    honest = updates([[0.01, 0.0, 0.0]] * 19)
+    liar = {"liar": Update({"w": torch.tensor([0.9, 0.0, 0.0]), "count": torch.tensor(1)}, 1e6)}
+    found = robust_mean(START, honest | liar, "mean")["w"][0].item()
+    assert found == pytest.approx((19 * 0.01 + 100 * 0.9) / 119, rel=1e-4)
+    ten = {id: u._replace(weight=10.0 + 90 * (id == "c0")) for id, u in updates([[1.0, 2.0, 3.0], [2.0, 1.0, 3.0], [1.0, 1.0, 1.0]]).items()}
+    plain = average((u.state, u.weight) for u in ten.values())  # honest weights are as they were
+    assert torch.equal(robust_mean(START, ten, "mean")["w"], plain["w"])
+
+
 @pytest.mark.parametrize("wrong, words", [({"mean": "mode"}, "mean must be one of mean, median, trimmed, got 'mode'"), ({"mean": "trimmed", "trim": 0.5}, r"trim must be in \[0, 0.5\), got 0.5")])
 def test_what_is_refused(wrong, words):
     with pytest.raises(ValueError, match=words):

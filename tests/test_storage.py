@@ -1,7 +1,9 @@
 """fedl2p.storage: files that are whole or not there, tensors with a header, JSON that comes back and is made once."""
 
+import fcntl
 import json
 import os
+from pathlib import Path
 
 import pytest
 from safetensors.torch import save_file
@@ -9,7 +11,7 @@ from safetensors.torch import save_file
 from fedl2p.bn import mix_bn
 from fedl2p.digits import small_cnn
 from fedl2p.metanet import MetaNets
-from fedl2p.storage import load_or_make, write_json
+from fedl2p.storage import claimed, load_or_make, load_tensors, write_json
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +32,35 @@ def test_truncated_files(saved, model, keep):
     saved[1].write_bytes(data[: int(keep * len(data)) if isinstance(keep, float) else keep])
     with pytest.raises(ValueError, match="is not a complete safetensors file"):
         MetaNets.load(saved[1], model)
+
+
+def huge(path, header):
+    """A file of 16 GB that takes no room on the disk."""
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    os.truncate(path, 16 << 30)
+
+
+@pytest.mark.parametrize("header, words", [
+    ({}, "number of bytes must be 10, as its header says, got 17179869184"),
+    ({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, "number of bytes must be .*, as its header says"),
+    ({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, "4"]}}, r"data_offsets\[0\]\[1\] must be a whole number, got '4'"),
+    ({"w": {}}, r"data_offsets\[0\] must be a list, got None"), ({"w": 3}, "header.w must be an object, got 3"), ([], r"header must be an object, got \[\]"),
+])
+def test_a_large_file_is_not_read_before_its_header_is_checked(header, words, tmp_path, monkeypatch):
+    huge(tmp_path / "a.safetensors", header)
+    monkeypatch.setattr(Path, "read_bytes", None)
+    with pytest.raises(ValueError, match=f"a.safetensors is not a complete safetensors file .*{words}"):
+        load_tensors(tmp_path / "a.safetensors", "x")
+
+
+def test_a_folder_that_cannot_be_locked_is_named(tmp_path, monkeypatch):
+    def refuse(*args):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.warns(RuntimeWarning, match="cannot be locked .*Operation not supported.*; make sure that no other run uses it"), claimed(tmp_path):
+        pass
 
 
 def test_files_of_something_else(model, tmp_path):

@@ -24,6 +24,7 @@ import numpy as np
 from tqdm import tqdm
 
 from ..core import require_choice
+from ..folders import FORMATS, read_image
 from ..storage import write_file
 
 # %% ../../nbs/studies/files.ipynb #84976bd9
@@ -47,11 +48,18 @@ def fetch(
         ) from error
 
 # %% ../../nbs/studies/files.ipynb #0c735818
+def _require_file(path: Path) -> None:
+    "Raise ValueError for a pipe or a device, which could be read for ever."
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no regular file")
+
+
 def read_checked(
     path: Path, # file to read
     md5: str, # how its md5 begins
 ) -> bytes: # all of it
     "The bytes of a file whose md5 is known."
+    _require_file(path)
     raw = path.read_bytes()
     digest = hashlib.md5(raw, usedforsecurity=False).hexdigest()
     if not digest.startswith(md5):
@@ -74,6 +82,7 @@ def load_npy(
 ) -> np.ndarray: # read-only
     "Open an array that stays on disk until it is used."
     try:
+        _require_file(path)
         return np.load(path, mmap_mode="r", allow_pickle=False)
     except _DAMAGE as error:
         raise ValueError(f"{path} is damaged or not an .npy file ({error}); delete it and download it again") from error
@@ -84,6 +93,7 @@ def read_npz(
 ) -> dict[str, np.ndarray]: # arrays by name
     "All arrays of an .npz file; zip's checksums notice damage."
     try:
+        _require_file(path)
         with zipfile.ZipFile(path) as archive:  # before it is read: a small file may expand to a very large one
             size = sum(entry.file_size for entry in archive.infolist())
         if size > min(_NPZ_BYTES, max(100 << 20, 100 * path.stat().st_size)):
@@ -282,10 +292,6 @@ def read_list(
     return names, labels
 
 # %% ../../nbs/studies/files.ipynb #5fd02d33
-_SUFFIXES = {".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".bmp": "BMP", ".gif": "GIF", ".webp": "WEBP",
-             ".tif": "TIFF", ".tiff": "TIFF"}  # suffix -> format of Pillow
-
-
 def _listed(base: Path, lists: Sequence[Path], classes: dict[str, int]) -> list[tuple[Path, int]]:
     "The images in FedBN's lists, with their labels."
     images = []
@@ -312,7 +318,7 @@ def find_images(
         if lists := [path for part in ("train", "test") if (path := base / f"{name}_{part}.pkl").exists()]:
             return _listed(base, lists, classes)
         images = [(path, label) for word, label in classes.items() for path in sorted((base / name / word).glob("*"))
-                  if path.suffix.lower() in _SUFFIXES and not path.name.startswith(".")]
+                  if path.suffix.lower() in FORMATS and not path.name.startswith(".")]
         if {label for _, label in images} == set(classes.values()):
             return images
     raise FileNotFoundError(
@@ -332,12 +338,8 @@ def decode(
 
     out = np.empty((len(paths), 3, pixels, pixels), np.uint8)
     for i, path in enumerate(tqdm(paths, title, leave=False, delay=1)):
-        try:
-            with Image.open(path, formats=sorted(set(_SUFFIXES.values()))) as image:
-                resized = image.convert("RGB").resize((pixels, pixels), Image.Resampling.BILINEAR)
-                out[i] = np.asarray(resized).transpose(2, 0, 1)
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise ValueError(f"{path} cannot be read as an image ({error}); download it again") from error
+        image = read_image(path).convert("RGB").resize((pixels, pixels), Image.Resampling.BILINEAR)
+        out[i] = np.asarray(image).transpose(2, 0, 1)
     return out
 
 # %% ../../nbs/studies/files.ipynb #3d6ff4d0
@@ -372,10 +374,11 @@ def read_wav(
 ) -> np.ndarray: # float32 [samples]
     "The samples of a 16-bit mono recording, from -1 to 1."
     try:
+        _require_file(path)
         with wave.open(str(path)) as file:
             form = file.getnchannels(), 8 * file.getsampwidth(), file.getframerate()
             raw = file.readframes(file.getnframes())
-    except (wave.Error, EOFError, RuntimeError) as error:
+    except (wave.Error, EOFError, RuntimeError, ValueError) as error:
         why = str(error) or "it ends too early"
         raise ValueError(f"{path} is damaged or not a wav file ({why}); download it again") from error
     if form != (1, 16, rate):
