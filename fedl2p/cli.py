@@ -37,7 +37,7 @@ from .studies.tables import study_table
 
 # %% ../nbs/library/cli.ipynb #1073f018
 def plain_lines(
-    items: Iterator, # from which the caller takes one after the other
+    items: Iterator, # results, as they come
     title: str, # start of each line
     total: int, # number of items, with those of earlier runs
     done: int, # number of items of earlier runs

@@ -120,7 +120,7 @@ class FedL2P:
 
     def score(
         self,
-        clients: Sequence[Client], # with test samples; new ones, or those that learned
+        clients: Sequence[Client], # seen or not, with test samples
         runner: Runner = Runner(),  # noqa: B008, frozen; where the clients' work is done
     ) -> list[Result]: # results of clients that did not fail
         "Test accuracy of each personalized client; one that fails is left out with a warning."

@@ -50,7 +50,7 @@ class BNNet(nn.Module):
         n_bn: int, # B, number of batch norms
         hidden: int = 100, # neurons in each hidden layer
         generator: torch.Generator | None = None, # draws the initial weights
-        gain: float = 0.1, # scale of the initial weights in the hidden layers
+        gain: float = 0.1, # Xavier gain of the first two layers
     ):
         super().__init__()
         self.mlp = _mlp(n_bn, n_bn, hidden, 0.5, generator, gain)
@@ -68,7 +68,7 @@ class LRNet(nn.Module):
         n_tensors: int, # P, number of parameter tensors
         hidden: int = 100, # neurons in each hidden layer
         generator: torch.Generator | None = None, # draws the initial weights
-        gain: float = 0.1, # scale of the initial weights in the hidden layers
+        gain: float = 0.1, # Xavier gain of the first two layers
     ):
         super().__init__()
         self.mlp = _mlp(n_stats, n_tensors, hidden, 1.0, generator, gain)

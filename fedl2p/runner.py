@@ -324,7 +324,7 @@ Progress = Callable[[Iterator, str, int, int], Iterator]
 
 
 def quiet(
-    items: Iterator, # from which the caller takes one after the other
+    items: Iterator, # results, as they come
     title: str, # not shown
     total: int, # not shown
     done: int, # not shown
@@ -334,7 +334,7 @@ def quiet(
 
 
 def bar(
-    items: Iterator, # from which the caller takes one after the other
+    items: Iterator, # results, as they come
     title: str, # what stands before the bar
     total: int, # number of items, with those of earlier runs
     done: int, # number of items of earlier runs

@@ -167,7 +167,7 @@ def constant_client(
     model: nn.Module, # as returned by `mix_bn`
     config: Config, # settings of fine-tuning and of the policy
     state: State, # lambda
-    client: Client, # one that the policy has learned from, or a new one
+    client: Client, # seen or not, on any device
     number: int = 0, # not used
 ) -> str: # why the client's personalized model is of no use; empty if nothing is wrong
     "Whether a personalized model diverges, or predicts one class for all samples."

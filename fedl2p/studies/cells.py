@@ -139,7 +139,7 @@ def source_of(
 
 # %% ../../nbs/studies/cells.ipynb #d3da9753
 def pretrained(
-    job: Job, # a cell; those of one condition and seed share the file
+    job: Job, # a cell, and where the file is
 ) -> nn.Module: # as returned by `mix_bn`
     "The model that a condition starts from; it is trained once and kept in a file."
     c, machine, seed = job.cell.condition, job.machine, job.data_seed

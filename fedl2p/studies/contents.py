@@ -90,7 +90,7 @@ class CellFile(TypedDict):
 
 # %% ../../nbs/studies/contents.ipynb #7ffa53e8
 def tried(
-    job: Job, # a cell; those of one seed share the folder of the trials
+    job: Job, # a cell; others of its condition and seed share the trials
     model: nn.Module, # as returned by `mix_bn`
     config: Config, # how long to fine-tune, and with which statistics
     clients: Sequence[Client], # all seen clients
