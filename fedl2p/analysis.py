@@ -42,7 +42,7 @@ class Record(TypedDict, total=False):
 
 
 def accuracy_of(
-    record: Record,
+    record: Record, # of a client under one method
 ) -> float: # share of right answers
     "The accuracy of a client."
     return record["right"] / record["n"]
@@ -51,7 +51,7 @@ def accuracy_of(
 def records(
     method: str, # id of the method
     pool: str, # "seen" or "unseen"
-    results: Iterable[Result],
+    results: Iterable[Result], # of the clients, from `fedl2p.scoring`
     **more: Any, # further fields of each record, such as seed
 ) -> list[Record]:
     "Turn results into records of plain numbers."
@@ -69,7 +69,7 @@ def records(
 
 
 def layers_of(
-    model: nn.Module,
+    model: nn.Module, # plain, or as returned by `mix_bn`
 ) -> dict[str, list]: # layer names for beta, tensor names for eta, and the number of parameters in each tensor
     "Names and sizes that belong to the numbers of a strategy."
     names = signature(model)

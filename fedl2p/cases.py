@@ -38,7 +38,11 @@ class Case:
         "The label of the main method."
         return METHODS.get(self.main, self.main)
 
-    def of(self, method: str, pool: str | None = None) -> list[Record]:
+    def of(
+        self,
+        method: str, # id of the method
+        pool: str | None = None, # "seen" or "unseen"; None: both
+    ) -> list[Record]:
         "Records of one method, for the main method's first seed."
         seed = min((r["seed"] for r in self.records if r["method"] == self.main), default=0)
         mine = [r for r in self.records if (r["method"], r["seed"]) == (method, seed)]
@@ -68,7 +72,7 @@ FILE_BYTES, _FOLDER_BYTES = 64 << 20, 256 << 20  # limits for one file, and for 
 
 
 def is_regular(
-    path: Path,
+    path: Path, # a name in a file system; nothing needs to be there
 ) -> bool:
     "Whether the path is a regular file: no link, folder, pipe or device."
     return os.path.lexists(path) and stat.S_ISREG(path.lstat().st_mode)

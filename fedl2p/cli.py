@@ -36,7 +36,12 @@ from .studies.settings import Scale
 from .studies.tables import study_table
 
 # %% ../nbs/library/cli.ipynb #1073f018
-def plain_lines(items: Iterator, title: str, total: int, done: int) -> Iterator:
+def plain_lines(
+    items: Iterator, # results, as they come
+    title: str, # start of each line
+    total: int, # number of items, with those of earlier runs
+    done: int, # number of items of earlier runs
+) -> Iterator: # the same items
     "Progress for a log: a line at each quarter."
     for n, item in enumerate(items, start=done + 1):
         yield item
@@ -110,7 +115,7 @@ def personalize(
 
 # %% ../nbs/library/cli.ipynb #60c9d952
 def show(
-    table: Table,
+    table: Table, # cells, with the notes below them
 ) -> None:
     "Print a table: drawn in a terminal, otherwise as Markdown."
     if not sys.stdout.isatty():

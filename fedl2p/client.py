@@ -42,9 +42,9 @@ class Step(NamedTuple):
 
 def tune(
     model: nn.Module, # pretrained, as returned by `mix_bn`
-    config: Config,
+    config: Config, # settings of learning
     strategy: Strategy, # from `policy`
-    client: Client,
+    client: Client, # on the model's device
     numbers: torch.Generator, # random numbers of this step
 ) -> Step:
     "Fine-tune for a hypergradient, and validate."
@@ -63,7 +63,7 @@ def tune(
 
 # %% ../nbs/10_client.ipynb #d9c57948
 def hypergradient(
-    config: Config,
+    config: Config, # estimator and its options
 ) -> Callable[..., Hyper]: # with its options filled in
     "The estimator that a configuration names."
     if config.estimator == "ift":
@@ -73,7 +73,7 @@ def hypergradient(
 
 def move(
     model: nn.Module, # pretrained, as returned by `mix_bn`
-    config: Config,
+    config: Config, # estimator, learning rates of lambda, and bound on its slopes
     metanets: Policy, # lambda, changed in place
     step: Step, # from `tune`, under these meta-nets
     val: Data, # validation samples for L_V
@@ -100,9 +100,9 @@ def move(
 # %% ../nbs/10_client.ipynb #59ffe51a
 def meta_steps(
     model: nn.Module, # pretrained, as returned by `mix_bn`
-    config: Config,
+    config: Config, # settings of learning
     metanets: Policy, # lambda, changed in place
-    client: Client,
+    client: Client, # on the model's device
     passes: int, # over the validation samples: K in a round
     key: tuple, # key of the random numbers
     last: bool = False, # whether to end with one more step, under the lambda that the last move led to
@@ -129,9 +129,9 @@ def _warn_once(model: nn.Module, warning: Warning | str) -> None:
 
 def learn_client(
     model: nn.Module, # pretrained, as returned by `mix_bn`
-    config: Config,
+    config: Config, # settings of learning
     state: State, # lambda, from the server
-    client: Client,
+    client: Client, # on any device
     number: int, # number of the round
 ) -> Update: # lambda after K steps, weighed by the number of validation samples
     "What a client does in a round of FedL2P."
@@ -163,9 +163,9 @@ def _start(model: nn.Module, config: Config, state: State, client: Client, key: 
 # %% ../nbs/10_client.ipynb #d717a338
 def validate_client(
     model: nn.Module, # pretrained, as returned by `mix_bn`
-    config: Config,
+    config: Config, # settings of learning
     state: State, # lambda, from the server
-    client: Client,
+    client: Client, # on any device
     number: int, # number of the round that would come next
 ) -> Update: # lambda as it came, and what a round reports of it
     "What a client does after the last round: as `learn_client`, without learning."
@@ -178,9 +178,9 @@ def validate_client(
 # %% ../nbs/10_client.ipynb #56f9fb13
 def l2p_client(
     model: nn.Module, # as returned by `mix_bn`
-    config: Config,
+    config: Config, # settings of learning, with start="constant"
     passes: int, # over the validation samples
-    client: Client,
+    client: Client, # on any device
     number: int = 0, # not used
 ) -> Result:
     "L2P: one client learns meta-nets for itself, and is personalized by the best of them."
@@ -203,7 +203,7 @@ def l2p_client(
 
 
 def l2p_passes(
-    config: Config,
+    config: Config, # of the federation to compare with
     n_clients: int, # C
 ) -> int: # passes over a client's validation samples
     "The budget of a client that learns alone: its share of what the federation spends."

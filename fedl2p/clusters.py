@@ -221,7 +221,7 @@ def _inputs(model: nn.Module, config: Config, state: None, client: Client, numbe
 
 
 def mean_strategy(
-    learner: FedL2P,
+    learner: FedL2P, # one whose policy has been fitted or loaded
     clients: Sequence[Client], # clients that learned together
 ) -> Strategy: # the same for every client
     "The strategy that a policy makes for the mean of some clients' inputs."

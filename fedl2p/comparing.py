@@ -28,7 +28,10 @@ PLAIN: dict[str, Callable[[nn.Module, float], Strategy]] = {
     "FT (BN C)": bn_c, "FT (BN G)": bn_g, "FT (BN I)": bn_i, "head only": head_only}
 
 
-def accuracy_metric(outputs: Tensor, labels: Tensor) -> float:
+def accuracy_metric(
+    outputs: Tensor, # [N, classes]
+    labels: Tensor, # [N]
+) -> float:
     "Percentage of right answers."
     return 100 * (outputs.argmax(1) == labels).double().mean().item()
 
@@ -41,7 +44,11 @@ class Comparison(NamedTuple):
     title: str = "accuracy (%)" # name of the score
     lost: int = 0 # clients that failed, which are in no row
 
-    def gain(self, method: str, base: str) -> tuple[float, float]:
+    def gain(
+        self,
+        method: str, # name of a method, as in `scores`
+        base: str, # name of the method to subtract
+    ) -> tuple[float, float]:
         "Mean over clients of the difference between two methods, and its standard error."
         gains = [self.scores[method][id] - self.scores[base][id] for id in self.scores[method]]
         return statistics.mean(gains), standard_error(gains, 0.0)
@@ -95,9 +102,9 @@ def _compare_client(model: nn.Module, config: Config, wanted: _Wanted, client: C
 
 def compare_clients(
     model: nn.Module, # as returned by `mix_bn`
-    config: Config,
+    config: Config, # settings of fine-tuning and of the policy
     state: State, # lambda
-    clients: Sequence[Client],
+    clients: Sequence[Client], # those that choose rates and are scored; their ids must differ
     rates: Sequence[float] = (0.1, 0.01, 0.001), # each plain method chooses one of them
     metric: Metric = accuracy_metric, # of outputs and labels
     title: str = "accuracy (%)", # name of the metric

@@ -59,7 +59,7 @@ def require_choice(
 
 
 def warn(
-    message: str,
+    message: str, # what is wrong, and what can be done
     stacklevel: int = 3, # 3 points to the caller of the function that warns
 ) -> None:
     "Warn about a problem that does not end the run."
@@ -67,7 +67,7 @@ def warn(
 
 
 def log(
-    message: str,
+    message: str, # what a user may want to know
     shown: bool = True, # print it on standard error too, unless logging was configured
 ) -> None:
     "Log a message with the logger `fedl2p`, at level INFO."
@@ -164,7 +164,7 @@ Json = dict[str, Any]  # an object of a JSON file
 
 
 def device_of(
-    model: nn.Module,
+    model: nn.Module, # any that has parameters
 ) -> torch.device: # where its first parameter is
     "Where a model is."
     for parameter in model.parameters():
@@ -173,7 +173,7 @@ def device_of(
 
 
 def require_full_precision(
-    model: nn.Module,
+    model: nn.Module, # any; only parameters are looked at
 ) -> None:
     "Raise ValueError for a half-precision model: rounding would swallow most steps of fine-tuning."
     for name, p in model.named_parameters():
@@ -184,7 +184,7 @@ def require_full_precision(
 
 @contextmanager
 def evaluating(
-    model: nn.Module,
+    model: nn.Module, # in any mode
 ) -> Iterator[nn.Module]: # the same model
     "Run a block in evaluation mode; afterwards each module has its former mode."
     before = [(m, m.training) for m in model.modules()]
@@ -255,7 +255,7 @@ class Table(NamedTuple):
 
 
 def markdown(
-    table: Table,
+    table: Table, # its notes become paragraphs below it
 ) -> str: # ends with a line break
     "A table and its notes in Markdown."
     rule = "|" + "---|" * table.labels + "---:|" * (len(table.head) - table.labels)

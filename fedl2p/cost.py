@@ -57,8 +57,8 @@ def flops(
 def hf_maml(
     path: Descent, # fine-tuning, from `descend`
     train_loss: Loss, # its Hessian at the start is used
-    val_loss: Loss,
-    hyper: Hyper,
+    val_loss: Loss, # its gradient at the end is used
+    hyper: Hyper, # hyperparameters of the path, with "eta"
 ) -> Weights: # derivatives by the weights at the start, as if there had been one step
     "The meta-gradient of PerFedAvg (HF), with a product by central differences."
     v, _ = gradient(val_loss, path.end, hyper, "validation loss")
@@ -69,7 +69,7 @@ def hf_maml(
 def meta_gradients(
     model: nn.Module, # as returned by `mix_bn`
     client: Client, # on the model's device
-    config: Config = Config.paper(),  # noqa: B008, frozen
+    config: Config = Config.paper(),  # noqa: B008, frozen; for fine-tuning and the options of the estimators
 ) -> dict[str, Callable[[], Any]]: # functions by name; the first is the unit, one gradient
     "What each estimator computes after fine-tuning."
     check(client, model)
@@ -111,7 +111,7 @@ class Cost(NamedTuple):
 def costs(
     model: nn.Module, # as returned by `mix_bn`
     client: Client, # on the model's device
-    config: Config = Config.paper(),  # noqa: B008, frozen
+    config: Config = Config.paper(),  # noqa: B008, frozen; for fine-tuning and the options of the estimators
     repeats: int = 5, # calls to time
     memory: bool = True, # measure memory, in a process for each estimator, which takes a few seconds
 ) -> dict[str, Cost]: # by the names of `meta_gradients`

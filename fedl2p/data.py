@@ -67,7 +67,10 @@ class Client:
         for part in (self.train, self.val, self.test):
             require(isinstance(part, Data), "train, val and test", "Data", type(part))
 
-    def samples(self, part: Samples) -> Data:
+    def samples(
+        self,
+        part: Samples, # which of them
+    ) -> Data:
         "Training samples, or training and validation samples together."
         require_choice("part", part, get_args(Samples))
         return self.train + self.val if part == "train+val" else self.train
@@ -80,7 +83,7 @@ class Client:
 
 # %% ../nbs/01_data.ipynb #387a6801
 def split(
-    data: Data,
+    data: Data, # samples to divide
     share: float, # share of the samples in the second part
     generator: torch.Generator, # source of the random order
 ) -> tuple[Data, Data]:
@@ -130,7 +133,7 @@ def _outputs(model: nn.Module, x: Tensor) -> int:
 
 
 def check(
-    client: Client,
+    client: Client, # the one that is to work
     model: nn.Module, # model for the client's samples; two go through, to count the outputs
     parts: Sequence[str] = ("train", "val"), # names of the parts to check
 ) -> None:
@@ -196,7 +199,7 @@ def lda_partition(
 
 # %% ../nbs/01_data.ipynb #bf4b9342
 def label_counts(
-    clients: Sequence[Client],
+    clients: Sequence[Client], # C clients, one for each row
     classes: int | None = None, # number of labels; None finds it in the data
 ) -> Tensor: # counts [C, classes]
     "How often each client has each label, in all of its samples."
@@ -206,7 +209,7 @@ def label_counts(
 
 
 def plot_labels(
-    clients: Sequence[Client],
+    clients: Sequence[Client], # in the order of the columns
     ax=None, # matplotlib axes; None makes new ones
 ): # the axes
     "Which labels each client has: one column a client, in the order given."

@@ -88,8 +88,8 @@ def baselines(
 
 def score_client(
     model: nn.Module, # as returned by `mix_bn`
-    strategy: Strategy,
-    client: Client,
+    strategy: Strategy, # how to fine-tune
+    client: Client, # on the model's device
     tuning: Tuning = Tuning(),  # noqa: B008, frozen; settings of fine-tuning
     generator: torch.Generator | None = None, # draws sample order, augmentation and dropout; None is seed 0
     held_out: bool = True, # evaluate on the test samples; False: train on training and evaluate on validation samples

@@ -32,7 +32,7 @@ class LayerPlan(NamedTuple):
 
 
 def plan_of(
-    strategy: Strategy,
+    strategy: Strategy, # one for the model of these names
     names: Signature, # names of the model's layers
 ) -> list[LayerPlan]: # in the model's order
     "A strategy, layer by layer."
@@ -128,7 +128,7 @@ def _dots(ax: Any, mine: Tensor, theirs: Tensor, names: tuple[str, ...]) -> None
 # %% ../nbs/library/explain.ipynb #e3a035ca
 def frozen_by_hand(
     model: nn.Module, # model that the strategy is for
-    strategy: Strategy,
+    strategy: Strategy, # any one for the model; it is not changed
 ) -> Strategy: # with rate 0 for tensors that have requires_grad=False
     "A strategy in which tensors frozen by hand have rate 0."
     moves = strategy.eta.new_tensor([float(w.requires_grad) for w in model.parameters()])
@@ -138,7 +138,7 @@ def frozen_by_hand(
 @torch.no_grad()
 def explain_client(
     model: nn.Module, # as returned by `mix_bn`
-    config: Config,
+    config: Config, # settings of fine-tuning and of the policy
     metanets: Policy, # lambda
     data: Data, # samples that the client fine-tunes on
     id: str = "", # name of the client
@@ -156,7 +156,7 @@ def explain_client(
 
 def described(
     model: nn.Module, # as returned by `mix_bn`
-    config: Config,
+    config: Config, # for the start that the policy had
     trials: Json, # record of the trials, see `fedl2p.worth.trial_record`
     history: Sequence[Json], # records of the rounds
 ) -> str:

@@ -157,7 +157,11 @@ class FedAdam:
         self.lr, self.decay, self.moments = lr, decay or {}, moments or {"count": torch.tensor(0)}
         self.only = only
 
-    def __call__(self, state: State, mean: State) -> State:
+    def __call__(
+        self,
+        state: State, # what the server has
+        mean: State, # of what the clients sent
+    ) -> State:
         "The next state."
         count = self.moments["count"] + 1
         after, moments = {**state}, {"count": count}

@@ -129,7 +129,7 @@ def crop_flip(
 
 
 def batch_of(
-    data: Data,
+    data: Data, # from which the samples are taken
     part: Tensor, # numbers of the samples
     augment: Augment, # how the images change
     generator: torch.Generator, # draws the augmentation now, if there is any
@@ -196,7 +196,7 @@ class Tuned(NamedTuple):
 
 def tunable_eta(
     model: nn.Module, # model that the strategy is for
-    strategy: Strategy,
+    strategy: Strategy, # with a rate for each tensor of the model
 ) -> Tensor: # [P] or fewer; gradients flow through
     "Learning rates without those of tensors that are frozen by hand (requires_grad=False)."
     tunable = [w.requires_grad for w in model.parameters()]
@@ -204,7 +204,7 @@ def tunable_eta(
 
 
 def same_masks(
-    loss: Loss,
+    loss: Loss, # of a network that may have dropout
     seed: int, # seed of the masks
     device: torch.device, # where the loss is computed
 ) -> Loss:

@@ -105,7 +105,7 @@ def _tried(state: State) -> tuple[Candidate, ...]:
 
 
 def recommended(
-    fit: Fitted,
+    fit: Fitted, # from `read_fit`, with trials
     most: int = 200, # number of clients to show
 ) -> Table:
     "What the policy recommends to each client of its trials."
@@ -130,7 +130,7 @@ def recommended(
 
 
 def fitted_parts(
-    fit: Fitted,
+    fit: Fitted, # from `read_fit`
 ) -> list[str | Table]: # tables and paragraphs
     "What learning gained, and what is recommended to whom."
     known = fit.trials if {"looks", "gain", "error", "common", "clients"} <= fit.trials.keys() else {}

@@ -26,28 +26,45 @@ Hyper = dict[str, Tensor]  # "eta" [P], one rate per tensor, and what losses dep
 Loss = Callable[[Weights, Hyper], Tensor]  # returns one number
 
 
-def dots(a: Weights, b: Weights) -> Tensor:
+def dots(
+    a: Weights, # tensors by name
+    b: Weights, # tensors of the same names and shapes
+) -> Tensor:
     "Inner product of each pair of tensors [P]."
     return torch.stack([torch.dot(a[k].reshape(-1), b[k].reshape(-1)) for k in a]) if a else torch.zeros(0)
 
 
-def dot(a: Weights, b: Weights) -> Tensor:
+def dot(
+    a: Weights, # tensors by name
+    b: Weights, # tensors of the same names and shapes
+) -> Tensor:
     "Inner product of two sets of weights."
     return dots(a, b).sum()
 
 
-def add(a: Weights, b: Weights, scale: float = 1.0) -> Weights:
+def add(
+    a: Weights, # tensors by name
+    b: Weights, # tensors of the same names and shapes
+    scale: float = 1.0, # factor of b
+) -> Weights:
     "a + scale * b"
     return {k: torch.add(a[k], b[k], alpha=scale) for k in a}
 
 
-def add_(a: Weights, b: Weights, scale: float = 1.0) -> None:
+def add_(
+    a: Weights, # tensors by name, changed in place
+    b: Weights, # tensors of the same names and shapes
+    scale: float = 1.0, # factor of b
+) -> None:
     "a += scale * b: for millions of weights, a new vector costs more than the arithmetic."
     for k, t in a.items():
         t.add_(b[k], alpha=scale)
 
 
-def times(eta: Tensor, a: Weights) -> Weights:
+def times(
+    eta: Tensor, # a rate for each tensor [P]
+    a: Weights, # P tensors, in the order of their rates
+) -> Weights:
     "Each tensor times its rate."
     return {k: e * a[k] for k, e in zip(a, eta.unbind(), strict=True)}
 
@@ -79,9 +96,9 @@ def _derive(outputs: Sequence[Tensor], weights: Weights, hyper: Hyper, **options
 
 
 def gradient(
-    loss: Loss,
-    weights: Weights,
-    hyper: Hyper,
+    loss: Loss, # function to differentiate
+    weights: Weights, # where to differentiate
+    hyper: Hyper, # what else the loss depends on; no derivatives by "eta"
     name: str = "loss", # name of the loss, for messages
 ) -> tuple[Weights, Hyper]: # derivatives by the weights, and by hyperparameters in the loss, without eta
     "First derivatives of a loss."
@@ -214,9 +231,9 @@ HVPS = get_args(HVP)
 
 
 def curvature(
-    loss: Loss,
-    weights: Weights,
-    hyper: Hyper,
+    loss: Loss, # function to differentiate twice
+    weights: Weights, # where to differentiate
+    hyper: Hyper, # what else the loss depends on; no derivatives by "eta"
     hvp: HVP = "exact", # how to multiply
     radius: float | None = None, # size of the shift, relative to the norm of the weights; None: by precision
     name: str = "training loss", # name of the loss, for messages
@@ -244,7 +261,7 @@ def _sum(hyper: Hyper, eta: Tensor, parts: Sequence[tuple[float, Hyper]], reason
 def unrolled(
     path: Descent, # fine-tuning, from `descend`
     train_loss: Loss, # not used: the path has the losses of its steps
-    val_loss: Loss,
+    val_loss: Loss, # L_V
     hyper: Hyper, # hyperparameters of the path
     last: int | None = None, # go back through only this many steps; None is all
     hvp: HVP = "exact", # how to multiply by second derivatives, see `curvature`
@@ -320,7 +337,7 @@ def ift(
     path: Descent, # fine-tuning, from `descend`; its end should be near a stationary point
     train_loss: Loss, # L_T, whose second derivatives are used
     val_loss: Loss, # L_V
-    hyper: Hyper,
+    hyper: Hyper, # hyperparameters of the path
     psi: float = 0.1, # step of the Neumann series
     terms: int = 3, # Q, terms of the series, or steps of conjugate gradients (which ignore psi and scaled)
     scaled: bool = False, # multiply the series by psi, as H^-1 requires; the paper does not
@@ -340,8 +357,8 @@ def ift(
 def fomaml(
     path: Descent, # fine-tuning, from `descend`
     train_loss: Loss, # not used
-    val_loss: Loss,
-    hyper: Hyper,
+    val_loss: Loss, # L_V
+    hyper: Hyper, # hyperparameters of the path
 ) -> Hyper: # estimated derivatives of the validation loss after fine-tuning
     "The paper's FOMAML+: the validation gradient alone, and the last step for learning rates."
     v, direct = gradient(val_loss, path.end, hyper, "validation loss")

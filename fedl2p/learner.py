@@ -58,7 +58,7 @@ class FedL2P:
     def __init__(
         self,
         model: nn.Module, # pretrained; it is not changed
-        config: Config = Config(),  # noqa: B008, frozen
+        config: Config = Config(),  # noqa: B008, frozen; settings of learning and of fine-tuning
         loss: LossFunction | None = None, # of outputs and labels; None: the model's (`with_loss`), else cross-entropy
     ):
         require(isinstance(model, nn.Module), "model", "a torch.nn.Module", model)
@@ -120,7 +120,7 @@ class FedL2P:
 
     def score(
         self,
-        clients: Sequence[Client],
+        clients: Sequence[Client], # seen or not, with test samples
         runner: Runner = Runner(),  # noqa: B008, frozen; where the clients' work is done
     ) -> list[Result]: # results of clients that did not fail
         "Test accuracy of each personalized client; one that fails is left out with a warning."

@@ -203,7 +203,10 @@ class ToTensor:
             require(len(value) in (1, 3), name, "1 or 3 numbers, in a tuple", value)
         require(min(self.std) > 0, "std", "> 0", self.std)
 
-    def __call__(self, image: Any) -> Tensor:
+    def __call__(
+        self,
+        image: Any, # from Pillow, of any size and mode
+    ) -> Tensor:
         array = np.array(image.convert("RGB").resize((self.size, self.size), 2), dtype=np.float32)  # 2: bilinear
         mean, std = (torch.tensor(v).view(-1, 1, 1) for v in (self.mean, self.std))
         return (torch.from_numpy(array).permute(2, 0, 1) / 255 - mean) / std

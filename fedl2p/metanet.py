@@ -22,7 +22,7 @@ from .strategy import Strategy
 
 # %% ../nbs/06_metanet.ipynb #f90b4505
 def straight_through_clamp(
-    x: Tensor,
+    x: Tensor, # values, of any shape
     low: float, # smallest value
     high: float, # largest value
 ) -> Tensor: # clamped; its gradient is that of `x` itself
@@ -45,7 +45,13 @@ def _mlp(
 class BNNet(nn.Module):
     "From the distances xi [B] to mixing ratios beta [B] in [0, 1]."
 
-    def __init__(self, n_bn: int, hidden: int = 100, generator: torch.Generator | None = None, gain: float = 0.1):
+    def __init__(
+        self,
+        n_bn: int, # B, number of batch norms
+        hidden: int = 100, # neurons in each hidden layer
+        generator: torch.Generator | None = None, # draws the initial weights
+        gain: float = 0.1, # Xavier gain of the first two layers
+    ):
         super().__init__()
         self.mlp = _mlp(n_bn, n_bn, hidden, 0.5, generator, gain)
 
@@ -57,8 +63,12 @@ class LRNet(nn.Module):
     "From feature statistics [2M] to factors [P] in [0, 1000] of the learning rates."
 
     def __init__(
-        self, n_stats: int, n_tensors: int, hidden: int = 100,
-        generator: torch.Generator | None = None, gain: float = 0.1,
+        self,
+        n_stats: int, # 2M, number of feature statistics
+        n_tensors: int, # P, number of parameter tensors
+        hidden: int = 100, # neurons in each hidden layer
+        generator: torch.Generator | None = None, # draws the initial weights
+        gain: float = 0.1, # Xavier gain of the first two layers
     ):
         super().__init__()
         self.mlp = _mlp(n_stats, n_tensors, hidden, 1.0, generator, gain)
@@ -75,7 +85,9 @@ class Signature(NamedTuple):
     tensors: tuple[str, ...] # names of the P parameter tensors
 
 
-def signature(model: nn.Module) -> Signature:
+def signature(
+    model: nn.Module, # plain, or as returned by `mix_bn`
+) -> Signature:
     "Names of a model's batch norms, learnable layers and parameter tensors; the same before and after `mix_bn`."
     tensors = dict(model.named_parameters())
     return Signature(tuple(pretrained_statistics(model)), tuple(learnable_layers(model)), tuple(tensors))
@@ -160,7 +172,7 @@ POLICY = "fedl2p metanets 1"  # the format of a file with meta-nets
 def match_signature(
     path: str | Path, # file of a policy, for messages
     header: dict[str, str], # of the file
-    model: nn.Module,
+    model: nn.Module, # plain, or as returned by `mix_bn`
 ) -> Signature: # of the model
     "Raise ValueError unless a model has the layers and tensors that a policy's file names."
     expected = signature(model)

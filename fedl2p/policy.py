@@ -23,8 +23,8 @@ from .strategy import Strategy
 # %% ../nbs/library/policy.ipynb #d82f75b6
 def profile_of(
     model: nn.Module, # as returned by `mix_bn`
-    config: Config,
-    data: Data,
+    config: Config, # for the augmentation of fine-tuning
+    data: Data, # samples to describe
     key: tuple, # seeds the random numbers
 ) -> Profile:
     "The profile of samples as fine-tuning will see them."
@@ -35,7 +35,7 @@ def profile_of(
 
 def personal_profile(
     model: nn.Module, # as returned by `mix_bn`
-    config: Config,
+    config: Config, # for the augmentation of fine-tuning, and the seed
     data: Data, # what a client fine-tunes on
     id: str, # name of the client
 ) -> Profile: # always the same for the same client
@@ -49,7 +49,7 @@ Policy = MetaNets | Selector  # makes a strategy from a profile; its weights are
 def policy(
     metanets: Policy, # with lambda as its weights
     profile: Profile, # what is known of the client
-    config: Config,
+    config: Config, # which meta-net is learned, and the constant in place of the other
 ) -> Strategy: # gradients flow to the meta-nets that learn
     "The strategy for a client; the configuration may replace one of the two meta-nets by a constant."
     strategy = metanets(profile)
@@ -62,7 +62,7 @@ def policy(
 # %% ../nbs/library/policy.ipynb #baf07098
 def untrained(
     model: nn.Module, # as returned by `mix_bn`
-    config: Config,
+    config: Config, # kind, size and seed of the policy
     state: State | None = None, # lambda of the same run, for what was known before hypergradients
 ) -> Policy:
     "A policy before any hypergradient: new meta-nets, or a selector with what trials chose."
@@ -77,7 +77,7 @@ def untrained(
 
 def with_state(
     model: nn.Module, # as returned by `mix_bn`
-    config: Config,
+    config: Config, # kind and size of the policy
     state: State, # lambda
 ) -> Policy:
     "A policy with the weights that the server sent."
@@ -89,7 +89,7 @@ def with_state(
 @torch.no_grad()
 def personal_strategy(
     model: nn.Module, # as returned by `mix_bn`
-    config: Config,
+    config: Config, # settings of fine-tuning and of the policy
     state: State, # lambda
     data: Data, # what a client fine-tunes on
     id: str, # name of the client

@@ -33,7 +33,7 @@ Pretraining = Literal["fedavg", "fedbabu", "perfedavg"]
 # %% ../nbs/library/pretraining.ipynb #29a860b2
 def perfedavg_step(
     losses: tuple[Loss, Loss, Loss], # losses on three batches: for the inner step, for v and for the Hessian
-    weights: Weights,
+    weights: Weights, # before the step
     inner_lr: float, # a, rate of the fine-tuning step that every client will take
     lr: float, # rate of this step
     delta: float = 1e-3, # half the width of the difference, in units of v
@@ -79,7 +79,10 @@ class Recipe:
         require(0 < self.fraction <= 1, "fraction", "in (0, 1]", self.fraction)
         require(all(0 < drop <= 1 for drop in self.drops), "drops", "all in (0, 1]", self.drops)
 
-    def lr_of(self, number: int) -> float:
+    def lr_of(
+        self,
+        number: int, # number of the round
+    ) -> float:
         "The learning rate of a round."
         if self.final_lr is not None:
             return self.lr * (self.final_lr / self.lr) ** (number / self.rounds)
@@ -93,9 +96,9 @@ def _state(model: nn.Module) -> State:
 # %% ../nbs/library/pretraining.ipynb #f4acad33
 def train_client(
     model: nn.Module, # only its structure is used; the numbers come from `state`
-    recipe: Recipe,
+    recipe: Recipe, # how to train
     state: State, # weights and buffers from the server
-    client: Client,
+    client: Client, # on any device
     number: int, # number of the round
 ) -> Update:
     "What a client does in a round of pretraining."
@@ -133,8 +136,8 @@ class _Info(TypedDict):
 
 def pretrain(
     model: nn.Module, # initialised, before `mix_bn`; it is not changed
-    clients: Sequence[Client],
-    recipe: Recipe = Recipe(),  # noqa: B008, frozen
+    clients: Sequence[Client], # those that train together
+    recipe: Recipe = Recipe(),  # noqa: B008, frozen; how to train
     runner: Runner = Runner(),  # noqa: B008, frozen; who does the clients' work
     checkpoint: str | Path | None = None, # file that stores the state after each round, and to continue from
 ) -> nn.Module: # trained, in evaluation mode

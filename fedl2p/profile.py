@@ -41,7 +41,10 @@ class Moments(NamedTuple):
     mean: Tensor
     m2: Tensor
 
-    def merge(self, other: "Moments") -> "Moments":
+    def merge(
+        self,
+        other: "Moments", # of other values of the same J channels
+    ) -> "Moments":
         "The moments of both sets of values together."
         n, delta = self.n + other.n, other.mean - self.mean
         return Moments(n, self.mean + delta * (other.n / n), self.m2 + other.m2 + delta**2 * (self.n * other.n / n))

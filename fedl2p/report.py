@@ -216,7 +216,7 @@ def _part(part: Any, pictures: dict[str, bytes], name: str) -> Json:
 
 
 def page(
-    title: str,
+    title: str, # heading of the page
     groups: Iterable[Mapping[str, Case]], # cases of a group stand side by side, each under its name
 ) -> tuple[str, dict[str, bytes]]: # the page, and its pictures by file name
     "Tables and pictures of some cases as one HTML page."

@@ -69,7 +69,7 @@ class Outcome(NamedTuple):
 
 
 def attempt(
-    function: Callable[[], Any],
+    function: Callable[[], Any], # work to do; what it returns is the value
     stoppable: bool = True, # let a KeyboardInterrupt pass, since the user asked for it
 ) -> Outcome:
     "Call a function with one thread; any error becomes a failure, even SystemExit."
@@ -323,12 +323,23 @@ def _in_processes(tasks: Sequence[Task], workers: int, limit: float | None) -> I
 Progress = Callable[[Iterator, str, int, int], Iterator]
 
 
-def quiet(items: Iterator, title: str, total: int, done: int) -> Iterator:
+def quiet(
+    items: Iterator, # results, as they come
+    title: str, # not shown
+    total: int, # not shown
+    done: int, # not shown
+) -> Iterator: # the same items
     "No progress bar."
     return items
 
 
-def bar(items: Iterator, title: str, total: int, done: int, leave: bool = True) -> Iterator:
+def bar(
+    items: Iterator, # results, as they come
+    title: str, # what stands before the bar
+    total: int, # number of items, with those of earlier runs
+    done: int, # number of items of earlier runs
+    leave: bool = True, # whether the bar stays when all is done
+) -> Iterator: # the same items
     "A tqdm progress bar, with the loss of the last item if it has one; leave=False shows it only after 2 s."
     with tqdm(None, title, total, leave, initial=done, delay=0 if leave else 2) as shown:
         for item in items:
@@ -359,7 +370,7 @@ class Runner:
 
     def run_all(
         self,
-        tasks: Sequence[Task],
+        tasks: Sequence[Task], # one for each client
     ) -> Iterator[Outcome]: # in the order of the tasks
         "Do all tasks."
         if self.transport is not None:

@@ -46,7 +46,7 @@ def score_strategies(
     model: nn.Module, # as returned by `mix_bn`
     config: Config, # how long to fine-tune
     strategies: dict[str, Strategy], # by name
-    client: Client,
+    client: Client, # on any device
     number: int = 0, # not used
     held_out: bool = True, # score on test samples; False: on validation samples, to choose a strategy
 ) -> dict[str, Result]: # by the same names
@@ -60,9 +60,9 @@ def score_strategies(
 # %% ../nbs/library/scoring.ipynb #ab862199
 def score_policy(
     model: nn.Module, # as returned by `mix_bn`
-    config: Config,
+    config: Config, # settings of fine-tuning and of the policy
     state: State, # lambda
-    client: Client,
+    client: Client, # on any device
     number: int = 0, # not used
 ) -> Result:
     "Score one client under the strategy that the policy makes for it."
@@ -74,10 +74,10 @@ def score_policy(
 @torch.no_grad()
 def personal_outputs(
     model: nn.Module, # as returned by `mix_bn`
-    strategy: Strategy,
+    strategy: Strategy, # how to fine-tune
     train: Data, # samples to fine-tune on
     test: Data, # samples to predict
-    config: Config,
+    config: Config, # how long to fine-tune, and the seed
     id: str, # name of the client, which seeds its random numbers
 ) -> Tensor: # [N, classes]; NaN if it diverged
     "Outputs of a model after fine-tuning for a client."
@@ -96,9 +96,9 @@ _T = TypeVar("_T")
 def score_all(
     work: Callable[..., _T], # what each client does; see `fedl2p.runner.Task`
     model: nn.Module, # as returned by `mix_bn`
-    config: Config,
+    config: Config, # passed on to the work
     state: Any, # lambda, or whatever else the work needs
-    clients: Sequence[Client],
+    clients: Sequence[Client], # those that work; their ids must differ
     runner: Runner = Runner(),  # noqa: B008, frozen; who does the clients' work
     title: str = "scoring clients", # title of the progress bar
 ) -> list[_T]: # what the work returned, for the clients that did not fail

@@ -54,7 +54,7 @@ def candidates(
 
 # %% ../nbs/library/selector.ipynb #48af8e58
 def strategy_of(
-    candidate: Candidate,
+    candidate: Candidate, # what moves, at which rate, with which share
     names: Signature, # names of the model's layers and tensors
     like: Tensor, # a tensor of the model, for its type and device
 ) -> Strategy:
@@ -78,7 +78,7 @@ LOOKS = get_args(Look)
 
 
 def inputs_of(
-    profile: Profile,
+    profile: Profile, # of a client, for a model of B batch norms and M layers
 ) -> Tensor: # [B + 2M + 2]
     "What a selector can look at, before it is standardised."
     labels = profile.labels if profile.labels.numel() else profile.xi.new_zeros(2)
@@ -171,16 +171,26 @@ class Selector(nn.Module):
 
     @classmethod
     def for_model(
-        cls, model: nn.Module, hidden: int = 16, seed: int = 0, looks_at: Sequence[Look] = ("xi", "features")
+        cls,
+        model: nn.Module, # plain, or as returned by `mix_bn`
+        hidden: int = 16, # neurons of the hidden layer
+        seed: int = 0, # seed of the initial weights
+        looks_at: Sequence[Look] = ("xi", "features"), # inputs; none: one strategy for all
     ) -> "Selector":
         "An untrained selector for `model`, on its device."
         return cls(signature(model), hidden, seed, looks_at).to(device_of(model))
 
-    def distance(self, inputs: Tensor) -> float:
+    def distance(
+        self,
+        inputs: Tensor, # from `inputs_of`
+    ) -> float:
         "How far a client is from the mean client; 1 is the most distant seen client."
         return (size_of(self.state_dict(), inputs) / self.reach.clamp(min=1e-12)).item()
 
-    def choice(self, profile: Profile) -> Candidate:
+    def choice(
+        self,
+        profile: Profile, # of a client, for the same model
+    ) -> Candidate:
         "The candidate for a client."
         inputs = inputs_of(profile)
         require(len(inputs) == len(self.center), "number of inputs", f"{len(self.center)}, as for the model that "
@@ -191,7 +201,11 @@ class Selector(nn.Module):
     def forward(self, profile: Profile) -> Strategy:
         return self.refined(self.choice(profile), self.distance(inputs_of(profile)))
 
-    def refined(self, candidate: Candidate, distance: float = 0.0) -> Strategy:
+    def refined(
+        self,
+        candidate: Candidate, # from `choice`
+        distance: float = 0.0, # from `distance`, to keep in the strategy
+    ) -> Strategy:
         "A candidate with the offsets of each layer; gradients flow to them."
         base = strategy_of(candidate, self.signature, self.common)
         if base.bn == "batch":
@@ -201,7 +215,11 @@ class Selector(nn.Module):
         eta = base.eta * torch.exp(math.log(10.0) * torch.tanh(self.eta_offset))
         return Strategy(beta, eta, base.bn, distance)
 
-    def save(self, path: str | Path, **notes: str) -> None:
+    def save(
+        self,
+        path: str | Path, # file to write
+        **notes: str, # further entries of the header
+    ) -> None:
         "Write a safetensors file whose header names the model's layers and tensors, and holds any other notes."
         about = {"format": SELECTOR, "fedl2p": __version__, "hidden": str(self.hidden),
                  "looks_at": json.dumps(self.looks_at), "candidates": json.dumps(self.candidates)}
@@ -209,7 +227,11 @@ class Selector(nn.Module):
         save_tensors(path, self.state_dict(), notes | about | names)
 
     @classmethod
-    def load(cls, path: str | Path, model: nn.Module) -> "Selector":
+    def load(
+        cls,
+        path: str | Path, # file that `save` has written
+        model: nn.Module, # plain, or as returned by `mix_bn`
+    ) -> "Selector":
         "Read a selector for `model`, which must have the layers and tensors that the file names."
         tensors, header = load_tensors(path, SELECTOR)
         names = match_signature(path, header, model)

@@ -34,8 +34,8 @@ def _inside(shape: Shape, size: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def draw(
-    shape: Shape,
-    look: Picture,
+    shape: Shape, # what is drawn
+    look: Picture, # how it is drawn
     rng: np.random.Generator, # for place, size, colours and noise
     size: int = 16, # width and height in pixels
 ) -> np.ndarray: # uint8 [size, size, 3]
@@ -65,7 +65,7 @@ def write_shapes(
     each: int = 20, # images of each shape in each look
     size: int = 16, # width and height in pixels
     seed: int = 0, # seed of all random numbers
-    looks: tuple[Picture, ...] = PICTURES,
+    looks: tuple[Picture, ...] = PICTURES, # a folder for each
 ) -> Path: # the folder
     "Write a folder of drawn images."
     from PIL import Image

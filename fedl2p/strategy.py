@@ -46,7 +46,7 @@ GRID = (1.0, 0.3, 0.1, 0.03, 0.01, 3e-3, 1e-3, 1e-4)  # learning rates to choose
 
 def eta_by_name(
     model: nn.Module, # model that the strategy is for
-    strategy: Strategy,
+    strategy: Strategy, # with a rate for each parameter, in the model's order
 ) -> dict[str, Tensor]: # name of each parameter -> its learning rate
     "A strategy's learning rates by the names of the parameters."
     names = dict(model.named_parameters())
@@ -75,17 +75,26 @@ def _strategy(
     return Strategy(like.new_full((len(pretrained_statistics(model)),), beta), eta, bn)
 
 
-def bn_c(model: nn.Module, lr: float) -> Strategy:
+def bn_c(
+    model: nn.Module, # model that the strategy is for
+    lr: float, # learning rate of all tensors
+) -> Strategy:
     "FT (BN C): everything is tuned, batch norms use the client's statistics, as in FedBN."
     return _strategy(model, lr, beta=1.0)
 
 
-def bn_g(model: nn.Module, lr: float) -> Strategy:
+def bn_g(
+    model: nn.Module, # model that the strategy is for
+    lr: float, # learning rate of all tensors
+) -> Strategy:
     "FT (BN G): everything is tuned, batch norms use the pretrained (global) statistics."
     return _strategy(model, lr, beta=0.0)
 
 
-def bn_i(model: nn.Module, lr: float) -> Strategy:
+def bn_i(
+    model: nn.Module, # model that the strategy is for
+    lr: float, # learning rate of all tensors
+) -> Strategy:
     "FT (BN I): everything is tuned, batch norms use the incoming batch's statistics, in evaluation too."
     return _strategy(model, lr, beta=1.0, bn="batch")
 
@@ -104,7 +113,7 @@ def _head(model: nn.Module, head: str | None) -> str:
 
 
 def head_only(
-    model: nn.Module,
+    model: nn.Module, # model that the strategy is for
     lr: float, # learning rate of the classifier
     beta: float = 0.0, # share of the client's statistics; 0 keeps the body exactly as it was pretrained
     head: str | None = None, # name of the module; None is the last learnable layer
@@ -115,7 +124,7 @@ def head_only(
 
 # %% ../nbs/04_strategy.ipynb #15143c50
 def body_only(
-    model: nn.Module,
+    model: nn.Module, # model that the strategy is for
     lr: float, # learning rate of the body
     beta: float = 0.0, # share of the client's statistics
     head: str | None = None, # name of the module; None is the last learnable layer
@@ -126,7 +135,7 @@ def body_only(
 
 
 def bn_only(
-    model: nn.Module,
+    model: nn.Module, # model that the strategy is for
     lr: float, # learning rate of scale and shift
     beta: float = 1.0, # share of the client's statistics; by default its own, like its scale and shift
 ) -> Strategy:

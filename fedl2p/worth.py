@@ -45,7 +45,7 @@ def _step_seconds(model: nn.Module, config: Config, client: Client) -> float:
 
 
 def in_words(
-    seconds: float,
+    seconds: float, # an estimate of how long something takes
 ) -> str: # "about 12 minutes"
     "A time in words, rounded."
     if seconds < 90:
@@ -55,8 +55,8 @@ def in_words(
 
 def estimate(
     model: nn.Module, # as returned by `mix_bn`
-    config: Config,
-    clients: Sequence[Client],
+    config: Config, # settings of learning
+    clients: Sequence[Client], # those that will learn
     runner: Runner, # who does the clients' work
 ) -> str: # a sentence; empty if clients are elsewhere, or if the first one's work fails, which learning will report
     "How long learning will take."
@@ -165,9 +165,9 @@ def _course(history: Sequence[Json]) -> tuple[list[list[str]], int, list[str]]:
 # %% ../nbs/library/worth.ipynb #311195f6
 def constant_client(
     model: nn.Module, # as returned by `mix_bn`
-    config: Config,
+    config: Config, # settings of fine-tuning and of the policy
     state: State, # lambda
-    client: Client,
+    client: Client, # seen or not, on any device
     number: int = 0, # not used
 ) -> str: # why the client's personalized model is of no use; empty if nothing is wrong
     "Whether a personalized model diverges, or predicts one class for all samples."
@@ -185,9 +185,9 @@ def constant_client(
 
 def look_at_some(
     model: nn.Module, # as returned by `mix_bn`
-    config: Config,
+    config: Config, # settings of fine-tuning and of the policy
     state: State, # lambda
-    clients: Sequence[Client],
+    clients: Sequence[Client], # from which some are taken, evenly spaced by id
     runner: Runner, # who does the clients' work
     n: int = 3, # how many clients
 ) -> list[str]: # what is wrong with them, in words
@@ -199,8 +199,8 @@ def look_at_some(
 # %% ../nbs/library/worth.ipynb #3a583d5f
 def announce(
     model: nn.Module, # as returned by `mix_bn`
-    config: Config,
-    clients: Sequence[Client],
+    config: Config, # settings of learning
+    clients: Sequence[Client], # those that will learn
     runner: Runner, # who does the clients' work
 ) -> None:
     "Print how long learning will take, and what it cannot learn."
@@ -212,10 +212,10 @@ def announce(
 
 def conclude(
     model: nn.Module, # as returned by `mix_bn`
-    config: Config,
+    config: Config, # settings of fine-tuning and of the policy
     state: State, # lambda
     summary: Table, # from `gained`
-    clients: Sequence[Client],
+    clients: Sequence[Client], # those that have learned
     runner: Runner, # who does the clients' work
 ) -> None:
     "Print what learning gained, and warn of models that are of no use."

@@ -33,7 +33,11 @@ class Cell(NamedTuple):
     method: str # an id
     seed: int
 
-    def path(self, out: Path, scale: str) -> Path:
+    def path(
+        self,
+        out: Path, # folder for results
+        scale: str, # name of the setting
+    ) -> Path:
         "The file of the result."
         c = self.condition
         folder = Path(out) / c.dataset / scale / f"{_start_of(c.pretraining, c.alpha)}-e{c.epochs}"
@@ -95,7 +99,10 @@ class Job(NamedTuple):
         method = cast(Pretraining, self.cell.condition.pretraining)
         return self.how.recipe and replace(self.how.recipe, method=method, seed=self.data_seed)
 
-    def titled(self, end: str = "") -> Runner:
+    def titled(
+        self,
+        end: str = "", # what follows the name of the method
+    ) -> Runner:
         "The runner, with the cell as the title of its progress."
         c = self.cell.condition
         start = f"{c.dataset} {_start_of(c.pretraining, c.alpha)} e{c.epochs}"
@@ -114,7 +121,7 @@ def setting_of(
 
 @lru_cache(maxsize=2)
 def federation(
-    how: Setting,
+    how: Setting, # setting of the data set, which deals the samples
     alpha: float | None, # label shift
     seed: int, # seed of the draw
 ) -> Federation: # the last two are cached, since all methods share them
@@ -123,7 +130,7 @@ def federation(
 
 
 def source_of(
-    job: Job,
+    job: Job, # a cell, whose setting may name another data set
 ) -> tuple[str, float | None, Setting]: # data set, label shift and setting
     "What a cell's model is pretrained on: its own data set, or another one."
     if job.how.source is None:
@@ -132,7 +139,7 @@ def source_of(
 
 # %% ../../nbs/studies/cells.ipynb #d3da9753
 def pretrained(
-    job: Job,
+    job: Job, # a cell, and where the file is
 ) -> nn.Module: # as returned by `mix_bn`
     "The model that a condition starts from; it is trained once and kept in a file."
     c, machine, seed = job.cell.condition, job.machine, job.data_seed
@@ -150,7 +157,7 @@ def pretrained(
 
 # %% ../../nbs/studies/cells.ipynb #4f4fa7e0
 def drawn(
-    clients: Sequence[Client],
+    clients: Sequence[Client], # from which to draw
     n: int | None, # how many; None: all
     seed: int, # seed of the draw
 ) -> list[Client]: # in their original order

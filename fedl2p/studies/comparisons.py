@@ -31,7 +31,7 @@ from fedl2p.studies.tables import (
 # %% ../../nbs/studies/comparisons.ipynb #7cb27939
 def paired(
     cells: Sequence[Json], # from `results`
-    condition: Condition,
+    condition: Condition, # row of a table, with the pool of clients
     first: str, # id of a method
     second: str, # id of a method
 ) -> Difference | None: # in percentage points; None if no client has both
@@ -41,7 +41,7 @@ def paired(
 
 
 def verdict(
-    difference: Difference,
+    difference: Difference, # from `paired`
 ) -> str: # ahead, level, behind, or one seed
     "Whether a difference is larger than twice both of its errors."
     if difference.n_seeds < 2:
@@ -111,7 +111,7 @@ def _best_of(methods: Sequence[str], row: Mapping[str, Mapping[int, float]], lik
 def evidence(
     cells: Sequence[Json], # from `results`
     shown: Sequence[Condition], # rows; those without the method are left out
-    method: str = "fedl2p-ours",
+    method: str = "fedl2p-ours", # id of the method to be compared
 ) -> Table:
     "A policy less the best plain strategy, less one strategy for all, less the paper's recipe, on the same clients."
     rows, verdicts, by_condition = [], Counter[str](), collect(cells)
@@ -137,7 +137,7 @@ def evidence(
 # %% ../../nbs/studies/comparisons.ipynb #c0a9d109
 def looking(
     cells: Sequence[Json], # from `results`
-    method: str = "fedl2p-ours",
+    method: str = "fedl2p-ours", # id of a method that learns from trials
 ) -> Table:
     "How often looking at the client lowered the losses of clients that judged it, and by how much."
     asked: dict[Condition, list[Json]] = {}

@@ -90,7 +90,7 @@ class CellFile(TypedDict):
 
 # %% ../../nbs/studies/contents.ipynb #7ffa53e8
 def tried(
-    job: Job,
+    job: Job, # a cell; others of its condition and seed share the trials
     model: nn.Module, # as returned by `mix_bn`
     config: Config, # how long to fine-tune, and with which statistics
     clients: Sequence[Client], # all seen clients
@@ -240,7 +240,7 @@ def _settings(job: Job) -> Json:
 
 # %% ../../nbs/studies/contents.ipynb #c7f5b805
 def run_cell(
-    job: Job,
+    job: Job, # a cell, and where its file is
 ) -> Json: # the content of its file
     "The result of a cell, read from its file or computed now."
     if job.machine.amp and job.config.hvp != "exact" and (learned_by(job.cell.method) or job.cell.method == "l2p"):

@@ -65,7 +65,7 @@ class Demo:
 
 # %% ../../nbs/studies/demo.ipynb #665445f0
 def jobs(
-    demo: Demo,
+    demo: Demo, # settings of the experiment
     progress: Progress = quiet, # shows progress
 ) -> list[Job]: # in the order of work
     "The cells of a demo, with everything needed to run them."
@@ -114,7 +114,7 @@ def open_folder(
 
 
 def run_demo(
-    demo: Demo,
+    demo: Demo, # settings of the experiment
     progress: Progress = quiet, # shows progress
 ) -> Table:
     "Run the demo, or the rest of it, and write the table, plots and records."

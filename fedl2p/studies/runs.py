@@ -94,7 +94,7 @@ class Run:
 
 
 def cells(
-    run: Run,
+    run: Run, # choice of conditions, methods and seeds
 ) -> list[Cell]: # in the order of work
     "The cells of a run."
     rows = dict.fromkeys(c._replace(pool="seen") for c in conditions(run.study, run.alpha, run.epochs, run.datasets))
@@ -102,8 +102,8 @@ def cells(
 
 
 def job_of(
-    run: Run,
-    cell: Cell,
+    run: Run, # from which setting, folder and machine come
+    cell: Cell, # one of `cells`
     runner: Runner | None = None, # who does the clients' work; None: processes, as set in `run.machine`
 ) -> Job:
     "A cell of a run, with everything needed to compute it."
@@ -113,7 +113,7 @@ def job_of(
 
 
 def run_study(
-    run: Run,
+    run: Run, # choice of conditions, methods and seeds
     progress: Progress = quiet, # shows progress
 ) -> dict[str, str]: # data sets that are not available, and why
     "Compute the cells that are missing."

@@ -26,7 +26,7 @@ from .runs import Run, cells, job_of
 
 # %% ../../nbs/studies/simulation.ipynb #1e042d34
 def everybody(
-    job: Job,
+    job: Job, # a cell, whose model may be pretrained on other clients
 ) -> list[Client]:
     "All clients of a cell."
     clients = federation(job.how, job.cell.condition.alpha, job.data_seed)

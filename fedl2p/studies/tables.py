@@ -76,7 +76,7 @@ def condition_of(
 
 def records_of(
     cells: Sequence[Json], # from `results`
-    row: Condition,
+    row: Condition, # condition, with the pool of clients
 ) -> list[Record]:
     "Clients of all methods and seeds under one condition."
     return [r for c in cells if condition_of(c, row.pool) == row for r in c["clients"] if r["pool"] == row.pool]
@@ -94,7 +94,7 @@ def _words(condition: Condition) -> dict[str, str]:
 
 
 def label(
-    condition: Condition,
+    condition: Condition, # row or column of a table
 ) -> str:
     "A condition in words; pretraining and pool only if they are not the usual ones."
     return ", ".join(w for w in _words(condition).values() if w not in USUAL)
