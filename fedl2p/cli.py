@@ -23,6 +23,7 @@ from torch import nn
 
 from . import __version__
 from .core import Table, comments_in_help, markdown, require
+from .data import Client
 from .folders import data_from_files, images_in
 from .learner import FedL2P
 from .loaders import ToTensor
@@ -77,13 +78,16 @@ def network(
     "The network that a Python file defines, as a module or as a function that returns one."
     file, _, name = where.partition(":")
     name = name or "model"
-    require(file.endswith(".py") and Path(file).is_file(), "model", "a Python file FILE.py or FILE.py:NAME", where)
+    known = file.endswith(".py") and Path(file).is_file()
+    require(known, "model", "a Python file that exists, as FILE.py or FILE.py:NAME", where)
     sys.path.insert(0, str(Path(file).absolute().parent))  # as if it were run: it may import files beside it
     try:
         made = runpy.run_path(file).get(name)
         made = made() if callable(made) and not isinstance(made, nn.Module) else made
     finally:
         sys.path.pop(0)
+    if made is None:
+        raise ValueError(f"{file} must define {name!r}; name what it defines as FILE.py:NAME")
     if not isinstance(made, nn.Module):
         raise ValueError(f"{name} in {file} must be a torch module, or a function that returns one, "
                          f"got {type(made).__name__}")
@@ -109,8 +113,10 @@ def personalize(
     samples = data_from_files(files, names, ToTensor(size, mean, std), lazy=False)
     outputs = learned.model(samples.x[:2]).shape[1]
     require(outputs == len(names), "classes", f"{outputs} names, one for each output of the network", names)
-    print(learned.explain(samples).summary)
-    ship(learned.personalize(samples), out, samples.x[:32])
+    nothing = samples[:0]
+    client = Client(data.resolve().name, samples, nothing, nothing)
+    print(learned.explain(client).summary)
+    ship(learned.personalize(client), out, samples.x[:32])
     print(f"the personalized model is in {out}")
 
 # %% ../nbs/library/cli.ipynb #60c9d952
@@ -226,7 +232,11 @@ def main(
     about, config = "Federated learning to personalize.", (tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff)
     try:
         with stoppable():
-            tyro.extras.subcommand_cli_from_dict(commands, prog="fedl2p", description=about, args=args, config=config)
+            if args and args[0] in commands:  # messages then name this command alone
+                tyro.cli(commands[args[0]], prog=f"fedl2p {args[0]}", args=args[1:], config=config)
+            else:
+                several = tyro.extras.subcommand_cli_from_dict
+                several(commands, prog="fedl2p", description=about, args=args, config=config)
     except KeyboardInterrupt as stop:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends it at once, with clients still at work
         print("\nstopped; finished work is kept, and the same command resumes from there", file=sys.stderr)

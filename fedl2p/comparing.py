@@ -60,7 +60,8 @@ class Comparison(NamedTuple):
         for method, by_client in self.scores.items():
             rate = f" at rate {self.rates[method]:g}" if method in self.rates else ""
             gain, error = self.gain("policy", method)
-            less = "" if method == "policy" else f"{gain:+.2f} ± {error:.2f}"
+            more = f" ± {error:.2f}" if len(by_client) > 1 else ""  # one client has no error
+            less = "" if method == "policy" else f"{gain:+.2f}{more}"
             rows.append([method + rate, f"{statistics.mean(by_client.values()):.2f}", less])
         n = len(self.scores["policy"])
         of_all = f"{n} of {n + self.lost} clients (the others failed)" if self.lost else f"{n} clients"
@@ -112,6 +113,7 @@ def compare_clients(
 ) -> Comparison:
     "Compare a policy with plain fine-tuning on the same clients."
     require(len(clients) > 0, "number of clients", ">= 1", 0)
+    require(isinstance(rates, Sequence), "rates", "a list of numbers > 0", rates)
     require(len(rates) > 0 and all(0 < lr < math.inf for lr in rates), "rates", "numbers > 0, one or more", rates)
     tried = {f"{name} {lr}": make(model, lr) for name, make in PLAIN.items() for lr in rates}
     found = score_all(_judge_client, model, config, _Wanted(state, tried, metric), clients, runner, "choosing rates")

@@ -163,7 +163,8 @@ def described(
     "A policy in one line."
     names, looks = signature(model), "; it looks at each client" if trials.get("looks") else ""
     ways = [f"trials of {trials['clients']} clients"] if "clients" in trials else []
-    ways += [f"{len(history)} rounds"] if history else []
+    rounds = sum(not record.get("final") for record in history)  # the final one only judges
+    ways += [f"{rounds} round{'s' * (rounds != 1)}"] if history else []
     done = f"fitted by {' and '.join(ways)}{looks}" if ways else "not fitted here"
     size = f"{len(names.bn_layers)} batch norms and {len(names.tensors)} tensors"
     return f"FedL2P(model of {size}, start={config.start!r}, {done})"

@@ -40,7 +40,9 @@ from .worth import gained
 # %% ../nbs/library/learner.ipynb #a6a8e64d
 def _require_clients(clients: Sequence[Client]) -> None:
     if not isinstance(clients, Sequence) or not all(isinstance(client, Client) for client in clients):
-        raise ValueError(f"clients must be a list of Client, as make_client makes them, got {type(clients).__name__}")
+        odd = [type(c).__name__ for c in clients if not isinstance(c, Client)] if isinstance(clients, Sequence) else []
+        got = f"one with a {odd[0]}" if odd else type(clients).__name__
+        raise ValueError(f"clients must be a list of Client, as make_client makes them, got {got}")
     require(len(clients) > 0, "the number of clients", ">= 1", 0)
 
 
@@ -79,6 +81,9 @@ class FedL2P:
     ) -> "FedL2P": # the same object, with the best meta-nets
         "Learn the meta-nets (Algorithm 1), or resume a run in the folder, perhaps with more rounds than before."
         _require_clients(clients)
+        require(isinstance(runner, Runner), "runner", "a Runner, for example Runner(workers=2)", runner)
+        good = isinstance(watch, Sequence) and all(map(callable, watch))
+        require(good, "watch", "a list of functions of a record", watch)
         with claimed(Path(folder)) if folder is not None else nullcontext():
             course = learn(self.model, self.config, clients, None if folder is None else Path(folder), runner, watch)
         self.metanets = with_state(self.model, self.config, course.policy)
@@ -89,6 +94,9 @@ class FedL2P:
     @property
     def gained(self) -> Table:
         "What `fit` gained over the best single strategy for all, on the validation samples of seen clients."
+        if not self.trials and not self.history:
+            raise RuntimeError("what a policy gained is known after fit, not after load; `fedl2p report FOLDER` shows "
+                               "it for a folder of fit")
         return gained(self.trials, self.history)
 
     def strategy(
@@ -169,7 +177,6 @@ class FedL2P:
             raise ValueError(f"{path} has a configuration that cannot be used: {error}") from error
         policy = cls(model, config, loss)
         policy.metanets = (Selector if header["format"] == SELECTOR else MetaNets).load(path, policy.model)
-        policy._learned = True
         if header.get("model", fingerprint(policy.model)) != fingerprint(policy.model):
             warn(f"{path} was learned for other weights of this model; its strategies may not fit")
         return policy

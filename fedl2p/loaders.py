@@ -6,6 +6,7 @@
 __all__ = ['LazyData', 'as_data', 'ToTensor', 'client_from', 'deal_clients']
 
 # %% ../nbs/library/loaders.ipynb #18468bfb
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -201,6 +202,7 @@ class ToTensor:
         require(self.size >= 1, "size", ">= 1", self.size)
         for name, value in {"mean": self.mean, "std": self.std}.items():
             require(len(value) in (1, 3), name, "1 or 3 numbers, in a tuple", value)
+            require(all(map(math.isfinite, value)), name, "finite", value)
         require(min(self.std) > 0, "std", "> 0", self.std)
 
     def __call__(

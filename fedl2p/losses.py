@@ -22,6 +22,9 @@ def with_loss(
     loss: LossFunction | None, # None is cross-entropy
 ) -> nn.Module: # shares all tensors with the model
     "Attach a loss to a model, to be fine-tuned and judged by; it goes where the model goes, also to other processes."
+    if loss is not None and (not callable(loss) or isinstance(loss, type)):
+        got = f"the class {loss.__name__}; call it" if isinstance(loss, type) else repr(loss)[:100]
+        raise ValueError(f"loss must be a function of outputs and labels, got {got}")
     if loss is None and not hasattr(model, "_loss"):
         return model
     twin = object.__new__(type(model))
@@ -69,7 +72,13 @@ def loss_name(
     if loss is F.cross_entropy:
         return ""
     # Addresses differ from process to process; what is left of a partial or a module names its settings.
-    return getattr(loss, "__qualname__", None) or re.sub(" at 0x[0-9a-f]+", "", repr(loss))
+    name = getattr(loss, "__qualname__", None) or re.sub(" at 0x[0-9a-f]+", "", repr(loss))
+    if isinstance(loss, nn.Module):  # which shows few of its settings
+        name += f" {({k: v for k, v in vars(loss).items() if isinstance(v, (bool, int, float, str))})}"
+        name += f" {({k: t.tolist() for k, t in loss.state_dict().items()})}"
+    if code := getattr(loss, "__code__", None):  # all lambdas have the same name
+        name += re.sub(" at 0x[0-9a-f]+", "", f" {code.co_code.hex()} {code.co_consts} {code.co_names}")
+    return name
 
 # %% ../nbs/library/losses.ipynb #losses-check-1
 def check_loss(
@@ -77,14 +86,18 @@ def check_loss(
     classes: int, # number of the model's outputs
     labels: Tensor, # [N]
 ) -> None:
-    "Raise ValueError for a loss that is not a mean, or has no gradient; cross-entropy passes."
+    "Raise ValueError for a loss that is not a finite mean, or has no gradient; cross-entropy passes."
     if loss_of(model) is F.cross_entropy:
         return
-    with torch.enable_grad():
-        outputs = next(model.parameters()).detach().new_zeros(len(labels), classes).requires_grad_()
+    like = next(model.parameters())
+    numbers = torch.linspace(-1, 1, len(labels) * classes, dtype=like.dtype, device=like.device)
+    with torch.enable_grad():  # on outputs that may be scores as well as probabilities
+        outputs = numbers.view(len(labels), classes).softmax(1).requires_grad_()
         once, twice = mean_loss(model, outputs, labels), mean_loss(model, outputs.repeat(2, 1), labels.repeat(2))
     if not once.requires_grad:
         raise ValueError("loss must be computed from the outputs, got a tensor without a gradient")
-    if once != 0 and torch.isclose(twice, 2 * once):
+    if not once.isfinite():
+        raise ValueError(f"loss must be finite, got {once:.3g} for {len(labels)} samples and equal scores")
+    if once != 0 and torch.isclose(twice, 2 * once, atol=0.0):
         raise ValueError(f"loss must be a mean over samples, got {once:.3g} for {len(labels)} samples and {twice:.3g} "
                          "for the same samples twice; with reduction='mean' it would be the same")

@@ -84,7 +84,8 @@ def _learning(case: Case) -> list:
         parts.append((f"How did the strategies change? {case.name}, first seed", plot_course(history, case.layers)))
     rounds = [r for h in case.rounds.values() for r in h]
     failed = sum(len(r.get("failed", ())) for r in rounds)
-    return [*parts, f"{len(rounds)} rounds in total; failures of clients: {failed}.", *_bytes(case)]
+    learning = sum(not r.get("final") for r in rounds)  # the final one only judges
+    return [*parts, f"{learning} rounds in total, of all runs; failures of clients: {failed}.", *_bytes(case)]
 
 
 def _bytes(case: Case) -> list[str]:

@@ -113,5 +113,5 @@ def score_all(
         else:
             values.append(outcome.value)
     if not values:
-        raise RuntimeError(f"all {len(tasks)} clients failed; see the warnings")
+        raise RuntimeError(f"all {len(tasks)} clients failed; the last, {client.id!r}: {outcome.failure.reason}")
     return values

@@ -59,7 +59,8 @@ def _check_size(path: Path) -> None:
         require(2 <= length <= min(size - 8, _HEADER_BYTES), "length of the header", "that of a header", length)
         header = check_type(json.loads(file.read(length)), dict[str, dict], "header")
     offsets = [entry.get("data_offsets") for name, entry in header.items() if name != "__metadata__"]
-    expected = 8 + length + max((end for _, end in check_type(offsets, list[tuple[int, int]], "data_offsets")), default=0)
+    pairs = check_type(offsets, list[tuple[int, int]], "data_offsets")
+    expected = 8 + length + max((end for _, end in pairs), default=0)
     require(size == expected, "number of bytes", f"{expected}, as its header says", size)
 
 

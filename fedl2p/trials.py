@@ -84,7 +84,10 @@ def read_kept(
     path: Path, # from `kept_file`, or a file of unknown origin
 ) -> tuple[State, str]: # what a client kept, and its id
     "Read a file with a client's trials."
-    kept, header = load_tensors(path, KEPT)
+    try:
+        kept, header = load_tensors(path, KEPT)
+    except ValueError as error:
+        raise ValueError(f"{error}; delete it to make this client's trials again") from error
     good = {"inputs", "losses"} <= kept.keys() and "client" in header
     if not good or not all(t.dim() == 1 and t.is_floating_point() and t.isfinite().all() for t in kept.values()):
         raise ValueError(f"{path} does not hold the trials of a client; delete it to make them again")
@@ -120,7 +123,7 @@ def run_trials(
         if client.id in files:
             keep(files[client.id], client, outcome.value.kept)
     if not ready:
-        raise RuntimeError(f"all {len(clients)} clients failed; see the warnings")
+        raise RuntimeError(f"all {len(clients)} clients failed; the last, {client.id!r}: {outcome.failure.reason}")
     return [ready[client.id] for client in clients if client.id in ready]
 
 # %% ../nbs/library/trials.ipynb #ad109ea3

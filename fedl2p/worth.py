@@ -71,8 +71,9 @@ def estimate(
     at_once = min(len(clients), (1 if on_gpu else cores()) if runner.workers is None else max(1, runner.workers))
     seconds = steps * outcome.value / at_once
     each = f"{steps / len(clients):,.0f} steps of fine-tuning, each {1000 * outcome.value:.2g} ms"
+    start = "" if runner.workers == 0 or on_gpu else ", and some seconds until the processes have started"
     return (f"{len(clients)} clients x {each}, {at_once} at a time: {in_words(seconds)} "
-            "(less if clients fail)")
+            f"(less if clients fail){start}")
 
 # %% ../nbs/library/worth.ipynb #840ab247
 def trial_record(
@@ -106,14 +107,16 @@ def gained(
         return Table(["", "first round", "last round"], *_course(history))
     rows, common = [], found["common"]
     if "common_loss" in found:
-        gain = f"{found['common_gain']:.3f} ± {found['common_error']:.3f}"
+        error = f" ± {found['common_error']:.3f}" if found["clients"] > 1 else ""  # which one client does not have
+        gain = f"{found['common_gain']:.3f}{error}"
         rows = [["no fine-tuning (β 0 or 1)", f"{found['none_loss']:.3f}", ""],
                 [f"best single strategy for all: {common}", f"{found['common_loss']:.3f}", gain]]
         loss = f"{found['common_loss'] - found['gain'] * found['looks']:.3f}"
     else:  # losses stay on the clients' machines
         rows, loss = [[f"best single strategy for all: {common}", "", ""]], ""
     lower = f"{found['gain']:.3f} ± {found['error']:.3f}"
-    rows.append(["policy", loss, lower if found["looks"] else "0"])
+    policy = "policy, before hypergradients" if _refined(history) else "policy"
+    rows.append([policy, loss, lower if found["looks"] else "0"])
     measured = f"it lowers the loss by {lower} on clients that it had not learned from"
     tried = (f"Looking at clients does not help ({measured})" if found["error"] else
              f"Whether looking at clients helps was not measured (this needs {ENOUGH} clients, and looks_at)")

@@ -21,6 +21,14 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: (item.path.name not in FIRST, -tests[item.path.name]))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    """The same random numbers for a test, whichever tests ran before it in the same process."""
+    import torch  # not above: it comes after the number of threads
+
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="module")
 def federation():
     """Ten clients with digits, half of them unseen."""
