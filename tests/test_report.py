@@ -1,8 +1,8 @@
 """The report of a folder: what is on it, hostile folders, and how it looks in a real browser at the widths of a phone and of a desktop."""
 
-import html
 import base64
 import contextlib
+import html
 import json
 import os
 import re
