@@ -138,7 +138,7 @@ ROOM = 250_000_000  # numbers (a gigabyte): if all weights are more, splits run 
 
 
 def rungs(
-    config: Config,
+    config: Config, # number of epochs, and whether bad candidates stop early
 ) -> list[int]: # numbers of epochs; the last is config.epochs
     "After which epochs candidates are compared, and all but the best third stop."
     early = (1, max(2, config.epochs // 3)) if config.halving else ()
@@ -187,8 +187,8 @@ def _losses(model: nn.Module, config: Config, data: Data, id: str, at_once: bool
         alive = sorted(alive, key=lambda i: (means[-1][i], i))[:math.ceil(len(alive) / 3)]
     table, last = dict[int, float](), means[-1]
     for rung in means:  # later ones replace earlier ones
-        before, after = sum(rung[i] for i in last), sum(last.values())  # of those that went on
-        falls = after / before if min(before, after) > 0 else 1.0
+        then, final = sum(rung[i] for i in last), sum(last.values())  # of those that went on
+        falls = final / then if min(then, final) > 0 else 1.0
         table |= {i: worst if loss == worst else min(falls * loss, worst) for i, loss in rung.items()}
     return torch.tensor([table[i] for i in sorted(table)])
 

@@ -34,7 +34,7 @@ def with_loss(
 
 
 def loss_of(
-    model: nn.Module,
+    model: nn.Module, # with or without a loss of its own
 ) -> LossFunction:
     "The loss that a model is fine-tuned and judged by."
     return next(iter(getattr(model, "_loss", ())), F.cross_entropy)
@@ -65,7 +65,7 @@ def total_loss(
 
 
 def loss_name(
-    model: nn.Module,
+    model: nn.Module, # with or without a loss of its own
 ) -> str: # empty for cross-entropy
     "A name for the loss of a model, to tell the files of different losses apart."
     loss = loss_of(model)
@@ -76,7 +76,7 @@ def loss_name(
     if isinstance(loss, nn.Module):  # which shows few of its settings
         name += f" {({k: v for k, v in vars(loss).items() if isinstance(v, (bool, int, float, str))})}"
         name += f" {({k: t.tolist() for k, t in loss.state_dict().items()})}"
-    if code := getattr(loss, "__code__", None):  # all lambdas have the same name
+    if "<lambda>" in name and (code := getattr(loss, "__code__", None)):  # all lambdas have the same name
         name += re.sub(" at 0x[0-9a-f]+", "", f" {code.co_code.hex()} {code.co_consts} {code.co_names}")
     return name
 
@@ -97,7 +97,7 @@ def check_loss(
     if not once.requires_grad:
         raise ValueError("loss must be computed from the outputs, got a tensor without a gradient")
     if not once.isfinite():
-        raise ValueError(f"loss must be finite, got {once:.3g} for {len(labels)} samples and equal scores")
+        raise ValueError(f"loss must be finite, got {once:.3g} for {len(labels)} samples")
     if once != 0 and torch.isclose(twice, 2 * once, atol=0.0):
         raise ValueError(f"loss must be a mean over samples, got {once:.3g} for {len(labels)} samples and {twice:.3g} "
                          "for the same samples twice; with reduction='mean' it would be the same")

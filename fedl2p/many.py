@@ -68,7 +68,10 @@ class Race(NamedTuple):
     engine: Engine # vmap or loop
     splits: int = 1 # number of splits; each has the same strategies, in the same order
 
-    def only(self, strategies: Sequence[int]) -> "Race":
+    def only(
+        self,
+        strategies: Sequence[int], # numbers of those that stay
+    ) -> "Race":
         "The race with only some of its strategies; with several splits, some of those of each split."
         if [*map(int, strategies)] == [*range(len(self.beta) // self.splits)]:
             return self  # without a copy of all weights
@@ -188,7 +191,7 @@ def _stacked(results: list) -> State | Tensor | tuple:
 
 def run_race(
     model: nn.Module, # pretrained, as returned by `mix_bn`
-    race: Race,
+    race: Race, # from `start_race`, perhaps after some steps
     bn: Mode, # of the batch norms
     steps: int | None = None, # number of steps; None: all that are left
 ) -> Race: # after these steps
@@ -205,7 +208,7 @@ def run_race(
 @torch.no_grad()
 def judge_race(
     model: nn.Module, # pretrained, as returned by `mix_bn`
-    race: Race,
+    race: Race, # after some steps
     bn: Mode, # of the batch norms
     data: Data | Sequence[Data], # the samples of fine-tuning, of each split, for precise statistics
     held: Data | Sequence[Data], # samples to judge by, of each split
@@ -234,7 +237,7 @@ def judge_race(
 
 # %% ../nbs/library/many.ipynb #many-lean-mode
 def leanest_mode(
-    strategy: Strategy,
+    strategy: Strategy, # how to fine-tune
     statistics: Statistics, # where the client's statistics come from
     smallest: int, # number of samples of the smallest batch; one sample has no variance
 ) -> Mode: # in which the strategy takes the same steps

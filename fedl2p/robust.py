@@ -51,7 +51,7 @@ def bounded(
 def robust_mean(
     state: State, # what the server sent
     updates: Mapping[str, Update], # what clients sent back, by id
-    mean: Mean = "median",
+    mean: Mean = "median", # which average
     trim: float = 0.3, # for "trimmed": share of the clients to drop at each end
 ) -> State:
     "Average the clients' states after cutting long steps; a warning names the clients whose steps were cut."

@@ -61,7 +61,12 @@ class Course(NamedTuple):
     trials: Json = {} # what trials found, see `fedl2p.worth.trial_record`
     answer: State = {} # lambda to return, if it is not the best of the rounds
 
-    def after(self, r: Round, keep: Keep, final: bool = False) -> "Course":
+    def after(
+        self,
+        r: Round, # the round that is over
+        keep: Keep, # by which rule the best lambda is kept
+        final: bool = False, # judge lambda, and learn nothing
+    ) -> "Course":
         """The course after one more round. The losses of a round belong to the lambda that was sent out. With
         keep="after" they are those of all meta-steps and belong to the lambda after it, as in the authors' code."""
         record = _record(r) | ({"final": True} if final else {})
@@ -81,12 +86,19 @@ class Course(NamedTuple):
         "Whether the last lambda has been judged."
         return bool(self.history) and self.history[-1].get("final", False)
 
-    def reopened(self, rounds: int, patience: int) -> "Course":
+    def reopened(
+        self,
+        rounds: int, # T, which may have been raised
+        patience: int, # rounds without a lower loss, after which learning stops
+    ) -> "Course":
         "The course without its final record, if more rounds are to follow."
         before = self._replace(history=self.history[:-1], answer={})
         return before if self.over and len(before.history) < rounds and not before.tired(patience) else self
 
-    def tired(self, patience: int) -> bool:
+    def tired(
+        self,
+        patience: int, # rounds without a lower loss
+    ) -> bool:
         "Whether the lowest loss is at least `patience` rounds old."
         losses = list(map(_loss, self.history))
         return bool(losses) and len(losses) - 1 - losses.index(min(losses)) >= patience
@@ -98,7 +110,7 @@ _STATES = ("now", "best", "moments", "answer")  # of a course, in its file
 def save_course(
     folder: Path | None, # where to write; None writes nothing
     settings: Json, # of the run
-    course: Course,
+    course: Course, # after the latest round
 ) -> None:
     "Write a course into a folder, if there is one."
     if folder is None:
@@ -154,9 +166,9 @@ def load_course(
 # %% ../nbs/library/rounds.ipynb #b31254de
 def describe_client(
     model: nn.Module, # pretrained, as returned by `mix_bn`
-    config: Config,
+    config: Config, # recipe, augmentation and seed matter
     state: State, # not used
-    client: Client,
+    client: Client, # the one that works
     number: int, # number of the round
 ) -> Update: # its profile and its square, whose means over clients give mean and deviation
     "What a client does once, before the first round, if inputs are standardised."
@@ -254,7 +266,7 @@ def _settings(model: nn.Module, config: Config, clients: Sequence[Client], folde
 
 def learn(
     model: nn.Module, # pretrained, as returned by `mix_bn`
-    config: Config,
+    config: Config, # settings of learning
     clients: Sequence[Client], # who learn together
     folder: Path | None = None, # stores the course, and continues from it
     runner: Runner = Runner(),  # noqa: B008, frozen; who does the clients' work

@@ -28,7 +28,7 @@ from .core import Json, State, brief, check_type, require, warn
 # %% ../nbs/library/storage.ipynb #3a4b7fc1
 def write_file(
     path: str | Path, # file to write, in a folder that exists
-    content: bytes,
+    content: bytes, # all of it
 ) -> None:
     "Write a file whole or not at all, even if the process is killed."
     path = Path(path)
@@ -79,7 +79,7 @@ def _digest(header: Json, numbers: bytes) -> str:
 # %% ../nbs/library/storage.ipynb #c05a7d91
 def save_tensors(
     path: str | Path, # file to write
-    tensors: dict[str, Tensor],
+    tensors: dict[str, Tensor], # by name
     header: dict[str, str], # "format" says what the file is; the rest is what a reader needs to know
 ) -> None:
     "Tensors by name, and a header, as one safetensors file: the same bytes for the same content."
@@ -128,7 +128,7 @@ def header_entry(
 def load_into(
     path: str | Path, # file that the tensors come from, for messages
     module: nn.Module, # module that they belong to
-    tensors: State,
+    tensors: State, # from `load_tensors`
 ) -> None:
     "Load tensors of a file into a module, if names and shapes fit and all numbers are finite."
     own = module.state_dict()
@@ -186,7 +186,7 @@ _PART = re.compile(r".+\.[0-9]+\.part")  # the names that `write_file` writes un
 
 
 def sweep(
-    folder: Path,
+    folder: Path, # with all folders in it
     age: float = 0.0, # seconds since they were written, at least
 ) -> None:
     "Delete what processes that were killed left half-written in a folder."

@@ -36,9 +36,9 @@ from .storage import load_tensors, save_tensors
 # %% ../nbs/library/trials.ipynb #b4ae4932
 def try_client(
     model: nn.Module, # pretrained, as returned by `mix_bn`
-    config: Config,
+    config: Config, # settings of the trials
     state: State, # not used
-    client: Client,
+    client: Client, # the one that works
     number: int, # number of the round
 ) -> Update: # an empty state for the server; losses and inputs for the client itself
     "What a client does once, before the selector learns: try all candidates."
@@ -58,8 +58,8 @@ _MATTERS = ("epochs", "batch_size", "statistics", "augment", "fill", "splits", "
 def kept_file(
     folder: Path, # folder for the files of clients
     model: nn.Module, # pretrained, as returned by `mix_bn`
-    config: Config,
-    client: Client,
+    config: Config, # settings of the trials
+    client: Client, # the one that tries
 ) -> Path: # a different one for other weights, samples or settings
     "The path of the file with a client's trials."
     engine = [] if config.engine == "auto" else [config.engine]  # which older files do not name
@@ -71,7 +71,7 @@ def kept_file(
 
 def keep(
     path: Path, # from `kept_file`
-    client: Client,
+    client: Client, # the one that tried
     kept: State, # what it keeps; if empty, no file is written
 ) -> None:
     "Write what a client keeps for itself."
@@ -96,7 +96,7 @@ def read_kept(
 
 def recall(
     path: Path, # from `kept_file`
-    client: Client,
+    client: Client, # the one that tried
 ) -> Client: # with the results of its trials, if the file exists
     "The client, with its earlier trials if there are any."
     return replace(client, kept=read_kept(path)[0]) if path.exists() else client
@@ -104,8 +104,8 @@ def recall(
 
 def run_trials(
     model: nn.Module, # pretrained, as returned by `mix_bn`
-    config: Config,
-    clients: Sequence[Client],
+    config: Config, # settings of the trials
+    clients: Sequence[Client], # those that try
     runner: Runner = Runner(),  # noqa: B008, frozen; who does the clients' work
     folder: Path | None = None, # folder with a file for each client; trials that are there are not repeated
 ) -> list[Client]: # those that did not fail, with the results of their trials
@@ -129,7 +129,7 @@ def run_trials(
 # %% ../nbs/library/trials.ipynb #ad109ea3
 def choose_client(
     model: nn.Module, # not used
-    config: Config,
+    config: Config, # not used
     state: State, # lambda: a selector
     client: Client, # with the results of its trials
     number: int, # number of the round
@@ -165,7 +165,7 @@ def _look(
 
 def learn_to_choose(
     model: nn.Module, # pretrained, as returned by `mix_bn`
-    config: Config,
+    config: Config, # what to look at, and for how many rounds
     state: State, # of an untrained selector that has the mean and deviation of its inputs
     clients: Sequence[Client], # with the results of their trials
     runner: Runner = Runner(0),  # noqa: B008, frozen; who does the clients' work
