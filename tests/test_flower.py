@@ -134,6 +134,13 @@ def test_a_node_survives_its_server(here, kind, content, reason, tmp_path):
     assert reply.has_error() and reply.error.reason.startswith(reason) and not list(tmp_path.rglob("*.safetensors"))
 
 
+@pytest.mark.parametrize("settings", ["[]", "3", "null"])
+def test_a_node_takes_settings_in_an_object_only(here, settings):
+    config = ConfigRecord({"work": "train", "model": "", "settings": settings, "round": 1})
+    reply = here.deliver(Message(RecordDict({"arrays": ArrayRecord(), "config": config}), 100, "train"))
+    assert reply.error.reason.startswith("ValueError: settings must be an object, got ")
+
+
 def test_a_damaged_model_is_sent_again(here, tmp_path):
     nodes = Nodes(here)
     clients, config = nodes.clients(5), replace(QUICK, rounds=1)
@@ -312,6 +319,15 @@ def test_names_are_kept_in_one_order(here, tmp_path):
         Nodes(grid).clients(5, path=(path := tmp_path / f"{len(contents)}.json"))
         contents.append(path.read_bytes())
     assert contents[0] == contents[1]
+
+
+@pytest.mark.parametrize(("text", "words"), [("[]", "content must be an object, got []"), ('{"clean-0": 3}', "clean-0 must be text, got 3")])
+def test_damaged_names_are_refused(here, tmp_path, text, words):
+    path = tmp_path / "clients.json"
+    path.write_text(text)
+    with pytest.raises(ValueError) as error:
+        Nodes(here).clients(5, path=path)
+    assert str(error.value).startswith(f"{path} is damaged ({words}); ")
 
 
 def test_only_known_work(here):

@@ -99,6 +99,18 @@ def dies_soon(*_):
     return os.getpid()
 
 
+def breaks(model, settings, state, client, number):
+    """The first one fails when it has changed what tasks share."""
+    model.weight.data += 1
+    return model.weight.item() / number
+
+
+def test_a_failure_in_the_middle_changes_nothing_for_the_next_client():
+    model = nn.Linear(1, 1)
+    failed, fine = Runner(1).run_all(tasks(breaks, 2, model))
+    assert failed.failure.reason == "ZeroDivisionError: float division by zero" and fine == Outcome(model.weight.item() + 1)
+
+
 def test_killed_after_its_answer_it_costs_nobody_anything():
     (first,) = Runner(1).run_all(tasks(dies_soon, 1))
     wait_until(lambda: not running(first.value))
