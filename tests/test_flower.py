@@ -623,9 +623,9 @@ def test_a_start_that_fails_leaves_no_processes_to_the_next(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "")
     simulated._start_ray(1)
     first, second, third = started
-    assert first.wait(60) == second.wait(60) == -9 and third.poll() is None
+    assert first.wait(300) == second.wait(300) == -9 and third.poll() is None
     third.kill()
-    third.wait(60)
+    third.wait(300)
 
 
 def test_a_simulation_that_cannot_start_says_so_in_time(monkeypatch):
@@ -642,7 +642,7 @@ def test_a_simulation_that_cannot_start_says_so_in_time(monkeypatch):
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match=r"^the processes of the simulation did not start in 0.3 s \(The current node timed out"):
         simulate(len, client_app(load), 1, 1)
-    assert 0.3 <= time.monotonic() - begin < 60
+    assert 0.3 <= time.monotonic() - begin < 300  # and not the usual 600
 
 
 def test_ray_waits_for_its_own_node(monkeypatch, tmp_path):
