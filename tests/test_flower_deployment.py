@@ -120,10 +120,11 @@ class Deployment:
         until(lambda: "Application startup complete" in self.log("superlink"), 600, "the SuperLink starts")
 
     def supernode(self, k, registered=True):
-        self.call("ssh-keygen", "-q", "-t", "ecdsa", "-b", "384", "-N", "", "-f", f"node-{k}")
+        key = ["--auth-supernode-private-key", f"node-{k}"] if registered else []  # without one, a node tries to register itself
         if registered:
+            self.call("ssh-keygen", "-q", "-t", "ecdsa", "-b", "384", "-N", "", "-f", f"node-{k}")
             self.call(tool("flwr"), "supernode", "register", f"node-{k}.pub", "here")
-        return self.start(f"node-{k}", sys.executable, "-c", PATIENT.format("flwr.supernode.cli", "flower_supernode"), "--root-certificates", "server.pem", "--superlink", f"127.0.0.1:{self.port}", "--port", str(self.node_ports[k]), "--auth-supernode-private-key", f"node-{k}", "--node-config", f'partition-id={k} folder="{self.folder}/models-{k}"')
+        return self.start(f"node-{k}", sys.executable, "-c", PATIENT.format("flwr.supernode.cli", "flower_supernode"), "--root-certificates", "server.pem", "--superlink", f"127.0.0.1:{self.port}", "--port", str(self.node_ports[k]), *key, "--node-config", f'partition-id={k} folder="{self.folder}/models-{k}"')
 
     def stop(self):
         for sign in (signal.SIGTERM, signal.SIGKILL):
@@ -161,7 +162,7 @@ def deployed(request, tmp_path_factory):
         until(lambda: deployment.log("node-1").count("Receiving: train message") == 2, 600, "the second round starts")
         os.killpg(nodes[1].pid, request.param)
         assert run.wait(1500) == 0 and (folder / "out" / "traffic.json").exists(), deployment.log("run")  # 0 even if the server failed
-        assert stranger.wait(300) == 1 and "Failed to activate SuperNode" in deployment.log("node-2"), "a node whose key is not registered takes part"
+        assert stranger.wait(300) == 1 and "All SuperNodes must be registered" in deployment.log("node-2"), "a node that nobody registered takes part: " + deployment.log("node-2")
         yield folder / "out", deployment.log("run")
     finally:
         deployment.stop()
