@@ -1,7 +1,10 @@
 """One thread for each process of the tests: they are small, and run on all cores already. The longest files come first, and some need the same clients."""
 
 import os
+import signal
+import threading
 from collections import Counter
+from contextlib import contextmanager
 
 import pytest
 
@@ -21,12 +24,47 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: (item.path.name not in FIRST, -tests[item.path.name]))
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup():
-    """The same random numbers for a test, whichever tests ran before it in the same process."""
+@contextmanager
+def at_most(seconds, again=60.0):
+    """End what takes longer: a hang would cost CI an hour, and not even say which test it was. No test is near: the longest take a minute or so.
+
+    The error comes again every minute, since code under test may take the first one for that of a client. A thread cannot be
+    interrupted, and Windows has no such clock: there is no limit there. An outer limit goes on afterwards.
+    """
+    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def late(*_):
+        pytest.fail(f"took more than {seconds / 60:g} minutes")
+
+    handler, timer = signal.signal(signal.SIGALRM, late), signal.setitimer(signal.ITIMER_REAL, seconds, again)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+
+
+def limit(item):
+    """Seconds for a test, and as many for the fixtures that it is the first to ask for; those marked slow may take hours."""
+    return at_most(0 if item.get_closest_marker("slow") else 40 * 60)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item):
     import torch  # not above: it comes after the number of threads
 
-    torch.manual_seed(0)
+    torch.manual_seed(0)  # the same random numbers, whichever tests ran before in this process
+    with limit(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    with limit(item):
+        return (yield)
 
 
 @pytest.fixture(scope="module")

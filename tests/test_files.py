@@ -97,6 +97,10 @@ def test_load_npy_stays_on_disk_and_refuses_pickles(tmp_path):
     np.save(tmp_path / "b.npy", np.array([os.getcwd], object), allow_pickle=True)
     with pytest.raises(ValueError, match="b.npy is damaged or not an .npy file"):
         load_npy(tmp_path / "b.npy")
+    (tmp_path / "c.npy").write_bytes(pickle.dumps(Evil(open, (str(tmp_path / "made"), "w"))))  # numpy reads these, too, if it may
+    with pytest.raises(ValueError, match="c.npy is damaged or not an .npy file"):
+        load_npy(tmp_path / "c.npy")
+    assert not (tmp_path / "made").exists()
 
 
 # --- lists and images ---

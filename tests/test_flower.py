@@ -135,6 +135,13 @@ def test_a_node_survives_its_server(here, kind, content, reason, tmp_path):
     assert reply.has_error() and reply.error.reason.startswith(reason) and not list(tmp_path.rglob("*.safetensors"))
 
 
+@pytest.mark.parametrize("settings", ["[]", "3", "null"])
+def test_a_node_takes_settings_in_an_object_only(here, settings):
+    config = ConfigRecord({"work": "train", "model": "", "settings": settings, "round": 1})
+    reply = here.deliver(Message(RecordDict({"arrays": ArrayRecord(), "config": config}), 100, "train"))
+    assert reply.error.reason.startswith("ValueError: settings must be an object, got ")
+
+
 def test_a_damaged_model_is_sent_again(here, tmp_path):
     nodes = Nodes(here)
     clients, config = nodes.clients(5), replace(QUICK, rounds=1)
@@ -324,6 +331,15 @@ def test_names_are_kept_in_one_order(here, tmp_path):
         Nodes(grid).clients(5, path=(path := tmp_path / f"{len(contents)}.json"))
         contents.append(path.read_bytes())
     assert contents[0] == contents[1]
+
+
+@pytest.mark.parametrize(("text", "words"), [("[]", "content must be an object, got []"), ('{"clean-0": 3}', "clean-0 must be text, got 3")])
+def test_damaged_names_are_refused(here, tmp_path, text, words):
+    path = tmp_path / "clients.json"
+    path.write_text(text)
+    with pytest.raises(ValueError) as error:
+        Nodes(here).clients(5, path=path)
+    assert str(error.value).startswith(f"{path} is damaged ({words}); ")
 
 
 def test_only_known_work(here):
@@ -619,9 +635,9 @@ def test_a_start_that_fails_leaves_no_processes_to_the_next(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "")
     simulated._start_ray(1)
     first, second, third = started
-    assert first.wait(60) == second.wait(60) == -9 and third.poll() is None
+    assert first.wait(300) == second.wait(300) == -9 and third.poll() is None
     third.kill()
-    third.wait(60)
+    third.wait(300)
 
 
 def test_a_simulation_that_cannot_start_says_so_in_time(monkeypatch):
@@ -638,7 +654,7 @@ def test_a_simulation_that_cannot_start_says_so_in_time(monkeypatch):
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match=r"^the processes of the simulation did not start in 0.3 s \(The current node timed out"):
         simulate(len, client_app(load), 1, 1)
-    assert 0.3 <= time.monotonic() - begin < 60
+    assert 0.3 <= time.monotonic() - begin < 300  # and not the usual 600
 
 
 def test_ray_waits_for_its_own_node(monkeypatch, tmp_path):

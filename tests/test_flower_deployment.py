@@ -1,5 +1,7 @@
 """The same federation on a real SuperLink and two SuperNodes, one of which is killed."""
 
+import contextlib
+import inspect
 import json
 import os
 import runpy
@@ -30,14 +32,15 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def free_ports(n):
-    """Ports of loopback that nobody uses now."""
-    sockets = [socket.socket() for _ in range(n)]
-    for s in sockets:
-        s.bind(("127.0.0.1", 0))
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
+    """Ports of loopback that nobody uses now, nor takes before they are used: another process that runs tests begins elsewhere, Ray's ports end at 19999, and the system gives away those from 32768."""
+    ports = []
+    for port in (21000 + (8 * os.getpid() + k) % 10000 for k in range(10000)):
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            ports.append(port)
+        if len(ports) == n:
+            return ports
+    raise OSError("no port is free")
 
 
 def ours(home):
@@ -53,9 +56,9 @@ def ours(home):
 
 
 def until(condition, seconds, what):
-    end = time.time() + seconds
+    end = time.monotonic() + seconds
     while not condition():
-        assert time.time() < end, f"{what}: not in {seconds} s"
+        assert time.monotonic() < end, f"{what}: not in {seconds} s"
         time.sleep(0.2)
 
 
@@ -76,15 +79,26 @@ sys.exit(main())
 """
 
 
+def check_flower():
+    """What the two programs above change must be there, or they change nothing, and nobody would notice."""
+    from flwr.supercore.corestate import in_memory_corestate
+    from flwr.superlink.grid import http_grid
+    from flwr.supernode import start_client_internal
+
+    assert hasattr(in_memory_corestate, "HEARTBEAT_DEFAULT_INTERVAL"), "Flower has renamed what PATIENT sets"
+    assert all("time.sleep(3)" in inspect.getsource(module) for module in (http_grid, start_client_internal)), "Flower waits in another way than SOONER shortens"
+
+
 class Deployment:
     """A SuperLink and SuperNodes as processes on loopback, with TLS and keys, as nbs/flower/README.md has them."""
 
     def __init__(self, folder, delay=0):
         """The delay is that of every process that answers a message, in seconds."""
+        check_flower()
         self.folder, self.home = folder, folder / "home"
         tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # Flower starts its other commands by name
         self.env = {**os.environ, "PATH": tools, "FLWR_HOME": str(self.home), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1", "OMP_NUM_THREADS": "1", "FLWR_DISABLE_UPDATE_CHECK": "1", "PYTHONPATH": os.pathsep.join([str(self.home), str(ROOT), os.environ.get("PYTHONPATH", "")])}
-        self.port, *self.node_ports = free_ports(3)
+        self.port, *self.node_ports = free_ports(4)
         self.home.mkdir()
         (self.home / "sitecustomize.py").write_text(SOONER.format(delay=delay))
         self.call("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "30", "-keyout", "server.key", "-out", "server.pem", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1")
@@ -105,10 +119,12 @@ class Deployment:
         self.start("superlink", sys.executable, "-c", PATIENT.format("flwr.superlink.cli", "flower_superlink"), "--ssl-ca-certfile", "server.pem", "--ssl-certfile", "server.pem", "--ssl-keyfile", "server.key", "--enable-supernode-auth", "--port", str(self.port), "--disable-runtime-dependency-installation")
         until(lambda: "Application startup complete" in self.log("superlink"), 600, "the SuperLink starts")
 
-    def supernode(self, k):
-        self.call("ssh-keygen", "-q", "-t", "ecdsa", "-b", "384", "-N", "", "-f", f"node-{k}")
-        self.call(tool("flwr"), "supernode", "register", f"node-{k}.pub", "here")
-        return self.start(f"node-{k}", sys.executable, "-c", PATIENT.format("flwr.supernode.cli", "flower_supernode"), "--root-certificates", "server.pem", "--superlink", f"127.0.0.1:{self.port}", "--port", str(self.node_ports[k]), "--auth-supernode-private-key", f"node-{k}", "--node-config", f'partition-id={k} folder="{self.folder}/models-{k}"')
+    def supernode(self, k, registered=True):
+        key = ["--auth-supernode-private-key", f"node-{k}"] if registered else []  # without one, a node tries to register itself
+        if registered:
+            self.call("ssh-keygen", "-q", "-t", "ecdsa", "-b", "384", "-N", "", "-f", f"node-{k}")
+            self.call(tool("flwr"), "supernode", "register", f"node-{k}.pub", "here")
+        return self.start(f"node-{k}", sys.executable, "-c", PATIENT.format("flwr.supernode.cli", "flower_supernode"), "--root-certificates", "server.pem", "--superlink", f"127.0.0.1:{self.port}", "--port", str(self.node_ports[k]), *key, "--node-config", f'partition-id={k} folder="{self.folder}/models-{k}"')
 
     def stop(self):
         for sign in (signal.SIGTERM, signal.SIGKILL):
@@ -117,8 +133,8 @@ class Deployment:
                     os.kill(pid, sign)
                 except ProcessLookupError:
                     pass
-            end = time.time() + 10
-            while ours(self.home) and time.time() < end:
+            end = time.monotonic() + 10
+            while ours(self.home) and time.monotonic() < end:
                 time.sleep(0.2)
 
 
@@ -139,12 +155,14 @@ def deployed(request, tmp_path_factory):
     deployment = Deployment(folder)
     try:
         deployment.superlink()
+        stranger = deployment.supernode(2, registered=False)
         nodes = [deployment.supernode(k) for k in range(2)]
         settings = f'nodes=2 pretraining-rounds=0 rounds=2 epochs=1 timeout=600.0 out="{folder}/out"'
         run = deployment.start("run", tool("flwr"), "run", str(ROOT / "nbs" / "flower"), "here", "--run-config", settings, "--stream")
         until(lambda: deployment.log("node-1").count("Receiving: train message") == 2, 600, "the second round starts")
         os.killpg(nodes[1].pid, request.param)
         assert run.wait(1500) == 0 and (folder / "out" / "traffic.json").exists(), deployment.log("run")  # 0 even if the server failed
+        assert stranger.wait(300) == 1 and "All SuperNodes must be registered" in deployment.log("node-2"), "a node that nobody registered takes part: " + deployment.log("node-2")
         yield folder / "out", deployment.log("run")
     finally:
         deployment.stop()

@@ -1,5 +1,6 @@
 """fedl2p.studies.models: shapes, seeds, files of weights, and what is refused; with `pytest -m slow -s` a round of ResNet-18."""
 
+import pickle
 import resource
 import time
 from dataclasses import replace
@@ -42,6 +43,24 @@ def test_weights_from_a_file(tmp_path):
     torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "other.pt")
     with pytest.raises(ValueError, match="other.pt is not a state dict of torchvision's resnet18"):
         imagenet_resnet18(weights=tmp_path / "other.pt")
+
+
+class Evil:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+@pytest.mark.parametrize("write", [torch.save, lambda thing, path: path.write_bytes(pickle.dumps(thing, 2))], ids=["torch", "pickle"])
+def test_no_code_in_a_file_of_weights_runs(tmp_path, write):
+    write({"conv1.weight": Evil(tmp_path / "made")}, tmp_path / "evil.pt")
+    with pytest.raises(ValueError, match=r"^\S*evil.pt cannot be read as a state dict \(.+\); replace the file$"):
+        imagenet_resnet18(weights=tmp_path / "evil.pt")
+    assert not (tmp_path / "made").exists()
 
 
 @pytest.mark.parametrize(("call", "words"), [

@@ -309,9 +309,9 @@ READS = """
 import sys, time, warnings
 warnings.simplefilter("always")
 from fedl2p.cases import cases
-start = time.time()
+start = time.process_time()  # of this process: waiting and other programs do not count
 [case] = cases(sys.argv[1])
-print(len(case.records), time.time() - start < 20)
+print(len(case.records), time.process_time() - start < 20)
 """
 
 
@@ -325,7 +325,7 @@ def test_only_regular_files_are_read(small, tmp_path):
     (odd / "d-seed0.json").symlink_to(tmp_path / "nowhere")
     (odd / "e-seed0.json").mkdir()
     (odd / "loop").symlink_to(small)
-    done = subprocess.run([sys.executable, "-c", READS, str(small)], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", READS, str(small)], capture_output=True, text=True, timeout=300)
     assert done.stdout == "4 True\n", done.stderr
     left_out = re.findall(r"RuntimeWarning: .*/(.-seed0.json) is left out: it is not a regular file", done.stderr)
     assert left_out == [f"{letter}-seed0.json" for letter in "abcde"]
@@ -345,10 +345,14 @@ def test_large_files_are_left_out(tmp_path, monkeypatch):
 
 
 def test_nothing_in_a_folder_becomes_markup(tmp_path):
-    cell(tmp_path, "fedl2p", learned(domain="<script>alert(1)</script>"), layers={**LAYERS, "beta": ["<b>bn"]})
-    cell(tmp_path, "<img src=x>", plain())
-    text = write_report([tmp_path]).read_text()
+    folder = tmp_path / "<script>alert(2)"
+    mine, theirs = ([{**r, "client": f"<script>{r['client']}", "right": right} for r in rows] for right, rows in ((4, learned(domain="<script>alert(1)</script>")), (5, plain())))
+    cell(folder, "fedl2p", mine, layers={**LAYERS, "beta": ["<b>bn"]})
+    cell(folder, "none", theirs)
+    cell(folder, "<img src=x>", plain())
+    text = write_report([folder, folder], tmp_path / "out").read_text()
     assert "<script" not in text and "<i>" not in text and "&lt;i&gt;" in text
+    assert all(f"{start}{tmp_path}/&lt;script&gt;alert(2)" in text for start in ("<title>fedl2p report: ", "<p><b>A: ")) and "&lt;script&gt;c0 (-10.0)" in text
     assert "<img src=x" not in text and "<td>&lt;img src=x&gt;</td>" in text
 
 
@@ -383,13 +387,13 @@ def browser():
         nonlocal number, waiting
         number += 1
         os.write(ours[1], json.dumps({"id": number, "method": method, "params": params, **({"sessionId": session} if session else {})}).encode() + b"\0")
-        deadline = time.time() + 60
+        deadline = time.monotonic() + 300
         while True:
             *whole, waiting = waiting.split(b"\0")
             for message in map(json.loads, whole):
                 if message.get("id") == number:  # nothing else is asked before it comes
                     return message.get("result", {})
-            assert select.select([its[0]], [], [], max(0, deadline - time.time()))[0], f"{method}: Chromium does not answer"
+            assert select.select([its[0]], [], [], max(0, deadline - time.monotonic()))[0], f"{method}: Chromium does not answer"
             chunk = os.read(its[0], 65536)
             assert chunk, f"{method}: Chromium has ended"
             waiting += chunk
@@ -432,9 +436,9 @@ def test_the_page_in_a_browser(folder, page, tmp_path, name, width, height, two)
         def value(expression):
             return send("Runtime.evaluate", session, expression=expression, returnByValue=True)["result"].get("value")
 
-        deadline = time.time() + 60
+        deadline = time.monotonic() + 300
         while not value("document.readyState == 'complete' && [...document.images].length > 0 && [...document.images].every(i => i.complete && i.naturalWidth > 0)"):
-            assert time.time() < deadline, "the page did not load"
+            assert time.monotonic() < deadline, "the page did not load"
             time.sleep(0.1)
         assert value("document.documentElement.scrollWidth") <= width  # nothing sticks out
         assert value("Math.min(...[...document.images].map(i => i.getBoundingClientRect().width))") > 300  # or nobody could read them

@@ -13,7 +13,7 @@ from fedl2p.config import Config
 from fedl2p.digits import digits_federation, small_cnn
 from fedl2p.federated import EMPTY_ROUNDS, Diverged, Round
 from fedl2p.learner import FedL2P
-from fedl2p.rounds import Course, _loss, _record
+from fedl2p.rounds import Course, _loss, _record, describe_client
 from fedl2p.runner import Failure, Outcome, Runner, attempt
 
 QUICK = Config.paper(lr=0.05, epochs=1, rounds=3, fraction=0.5, meta_steps=1)
@@ -94,6 +94,30 @@ def test_learning_that_was_stopped_goes_on(model, federation, tmp_path, inputs):
     again = FedL2P(model, config).fit(federation.seen[::-1], tmp_path, Runner(2))
     assert same(whole, again) and again.history == whole.history
     assert [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()] == whole.history
+
+
+@pytest.mark.filterwarnings("ignore:no round had a lower validation loss than the first")
+@pytest.mark.parametrize("config", [replace(QUICK, inputs="standard", rounds=1), Config(epochs=1, splits=1, choosing_rounds=1)], ids=["standard", "trials"])
+def test_a_client_with_huge_inputs_does_not_move_the_center(model, federation, config):
+    """The center is a mean, but of bounded steps: otherwise one client would decide what all others look like."""
+    first = federation.seen[0].id
+
+    def learned(huge):
+        def transport(tasks):
+            for task in tasks:
+                outcome = attempt(task.run)
+                if task.work is describe_client and task.client.id == first and huge:
+                    state = {k: torch.full_like(t, huge) for k, t in outcome.value.state.items()}
+                    outcome = outcome._replace(value=outcome.value._replace(state=state | {"square": state["mean"]**2}))
+                yield outcome
+
+        return FedL2P(model, config).fit(federation.seen, runner=Runner(transport=transport)).metanets
+
+    honest = learned(0.0)
+    with pytest.warns(RuntimeWarning, match=f"'{first}'"):
+        moved = learned(1e20)
+    assert (moved.center - honest.center).abs().max() < honest.center.abs().max()
+    assert moved.deviation.max() < 100 * honest.deviation.max()
 
 
 @pytest.mark.parametrize("when", range(1, 9))

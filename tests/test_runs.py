@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -131,6 +132,22 @@ def test_damaged_and_foreign_cells_are_refused(world, capsys):
     path.unlink()
     run_study(run)
     assert all(json.loads(path.read_text())[k] == json.loads(good)[k] for k in ("pools", "clients"))
+
+
+def test_cells_with_wrong_types_are_refused(world):
+    """JSON that can be read, and means nothing: file and field are named."""
+    run = one(world, "ft-g", 11)
+    run_study(run)
+    path = job(run).path
+    good = json.loads(path.read_text())
+    first, *rest = good["clients"]
+    odd = {"settings must be an object, got []": {"settings": []}, "clients must be a list, got {}": {"clients": {}},
+           "clients[0] must be an object, got []": {"clients": [[], *rest]}, "clients[0].n must be a whole number, got '5'": {"clients": [{**first, "n": "5"}, *rest]}}
+    for words, damage in odd.items():
+        write_json(path, good | damage)
+        with pytest.raises(ValueError, match=f"^{re.escape(f'{path} is damaged ({words})')}; delete it, and this part will be run again$"):
+            run_study(run)
+    path.unlink()
 
 
 def test_cells_of_older_versions_are_results(world):

@@ -44,8 +44,7 @@ def run_case(number, seed, home):
 
     timers = {signal.SIGPROF: (signal.ITIMER_PROF, SECONDS), signal.SIGALRM: (signal.ITIMER_REAL, WAIT)}
     before = {sign: signal.signal(sign, late) for sign in timers}
-    for timer, seconds in timers.values():
-        signal.setitimer(timer, seconds)
+    outer = {timer: signal.setitimer(timer, seconds) for timer, seconds in timers.values()}  # that of the whole test
     try:
         with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(io.StringIO()), contextlib.chdir(outside):
             warnings.simplefilter("ignore")
@@ -64,6 +63,7 @@ def run_case(number, seed, home):
         for sign, (timer, _) in timers.items():
             signal.setitimer(timer, 0)
             signal.signal(sign, before[sign])
+            signal.setitimer(timer, *outer[timer])
     if left := [p.name for p in outside.rglob("*")]:
         fault = fault or f"files outside of its folder: {left}"
     return make.__name__, name, fault, done
