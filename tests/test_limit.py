@@ -19,7 +19,7 @@ def test_each_test_has_a_limit_and_keeps_it_after_an_inner_one():
     before = left()
     with at_most(100):
         assert left() <= 100
-    assert 1000 < before <= 1200 and 1000 < left() <= 1200
+    assert 2000 < before <= 2400 and 2000 < left() <= 2400
 
 
 def test_a_test_that_hangs_ends_even_if_an_error_is_taken_for_that_of_a_client():
