@@ -245,7 +245,7 @@ def main(
         print(f"fedl2p: {error}", file=sys.stderr)
         return 1
     except MemoryError as error:
-        print(f"fedl2p: not enough memory {f'({error})' if str(error) else ''}".rstrip(), file=sys.stderr)
+        print("fedl2p: not enough memory" + (f" ({error})" if str(error) else ""), file=sys.stderr)
         return 1
     return 0
 

@@ -167,6 +167,7 @@ def _at_once(model: nn.Module, config: Config, data: Data) -> bool:
 
 
 def _losses(model: nn.Module, config: Config, data: Data, id: str, at_once: bool) -> Tensor:
+    "The losses of `trial_losses`, with all splits side by side or one after the other."
     with torch.no_grad(), evaluating(model):
         worst = _worst(model, data)
     tracks = _tracks(model, config, data)
@@ -202,7 +203,8 @@ def trial_losses(
     "The loss of each candidate on samples that were held back: the mean over splits."
     ways = [(config, True)] if _at_once(model, config, data) else []
     ways += [(config, False)]
-    ways += [(replace(config, engine="loop"), False)] if config.engine == "auto" else []
+    if config.engine == "auto" and pick_engine(model) == "vmap":
+        ways += [(replace(config, engine="loop"), False)]
     for some, at_once in ways[:-1]:
         with suppress(RuntimeError):  # what looks at values or labels cannot run side by side, nor can an LSTM
             return _losses(model, some, data, id, at_once)
