@@ -231,6 +231,16 @@ def test_nothing_to_compare(tmp_path):
     assert gaps(cells, [SPEECH], ("none",), (0,)).rows == [["speech, e 5", "all 1 cells", "not known"]]
 
 
+def test_hours_of_gaps(tmp_path):
+    """By the same method on the same data; a variant of FedL2P takes as long as FedL2P, and others say that they are not counted."""
+    write_cell(tmp_path, "fedl2p", 0, {"seen": [5]})
+    path = next(tmp_path.rglob("fedl2p-seed0.json"))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"seconds": 3600.0}))  # with five epochs
+    cells, fifteen = results(tmp_path, "small"), SPEECH._replace(epochs=15)
+    assert gaps(cells, [fifteen], ("fedl2p-bn",), (0, 1)).rows == [["speech, e 15", "all 2 cells", "6.00"]]
+    assert gaps(cells, [fifteen], ("fedl2p-bn", "none"), (0,)).rows == [["speech, e 15", "all 2 cells", "more than 3.00"]]
+
+
 def test_evidence_takes_the_best_plain_strategy_of_each_row(tmp_path):
     """The bar is the plain strategy with the highest accuracy over shared seeds; verdicts are counted in the notes."""
     rights = {"fedl2p-ours": [8, 8], "ft-g-best": [5, 6], "ft-i-best": [6, 6], "fedl2p": [2, 2]}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..analysis import Difference, gains, mean_gain
 from ..core import Json, Table
-from .methods import FAIR, METHODS, TUNED
+from .methods import FAIR, LEARNED, METHODS, TUNED
 from .published import TABLES, Condition
 from fedl2p.studies.tables import (
     Tables,
@@ -168,12 +168,15 @@ def gaps(
             known = [c for c in cells if c["dataset"] == row.dataset]
             started = any((row.pretraining, row.alpha) == (c["pretraining"], c["alpha"]) for c in known)
             start = 0.0 if started else max((c.get("pretraining_seconds", 0.0) for c in known), default=0.0)
-            costs = [row.epochs * statistics.mean(spent[row.dataset, m]) for m in left if (row.dataset, m) in spent]
+            alike = {m: m if (row.dataset, m) in spent or m not in LEARNED else "fedl2p" for m in left}
+            took = [spent[row.dataset, alike[m]] for m in left if (row.dataset, alike[m]) in spent]
+            costs = [row.epochs * statistics.mean(own) for own in took]
             whole = f"all {len(left)} cells" * (len(left) == len(methods) * len(seeds))
             names = ", ".join(f"{METHODS[m]} ({left.count(m)} of {len(seeds)})" for m in dict.fromkeys(left))
             more = "more than " * (len(costs) < len(left))
             hours = f"{more}{(start + sum(costs)) / 3600:.2f}" if costs else "not known"
             rows.append([label(row), whole or names, hours])
     note = ("Hours of this machine, of what the cells of the same data set took for each epoch, pretraining included "
-            "where there is none; more than: a method was never run there. Many cells were timed under load.")
+            "where there is none; a variant of FedL2P that was never run there is taken to last as long as FedL2P; "
+            "more than: another method was never run there. Many cells were timed under load.")
     return Table(["data", "cells that are missing (seeds)", "hours"], rows, labels=2, notes=[note])
