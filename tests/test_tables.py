@@ -1,5 +1,6 @@
 """Tables of results: numbers by hand, cells of older versions, and nothing to show."""
 
+import json
 import math
 
 import pytest
