@@ -18,6 +18,7 @@ from torch import Tensor
 from .core import comments_in_help, generator, require, warn
 from .data import Client, Data, lda_partition
 from .loaders import LazyData, ToTensor, client_from
+from .storage import require_file
 
 # %% ../nbs/library/folders.ipynb #a17b4f10
 FORMATS = {".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".bmp": "BMP", ".webp": "WEBP", ".gif": "GIF",
@@ -31,8 +32,7 @@ def read_image(
     from PIL import Image
 
     try:
-        if Path(path).exists() and not Path(path).is_file():  # a pipe could be read for ever
-            raise ValueError("it is no regular file")
+        require_file(Path(path))
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)  # before anything is unpacked
             with Image.open(path, formats=sorted({*FORMATS.values()})) as image:

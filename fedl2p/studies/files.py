@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from ..core import require_choice
 from ..folders import FORMATS, read_image
-from ..storage import write_file
+from ..storage import require_file, write_file
 
 # %% ../../nbs/studies/files.ipynb #84976bd9
 def fetch(
@@ -48,18 +48,12 @@ def fetch(
         ) from error
 
 # %% ../../nbs/studies/files.ipynb #0c735818
-def _require_file(path: Path) -> None:
-    "Raise ValueError for a pipe or a device, which could be read for ever."
-    if path.exists() and not path.is_file():
-        raise ValueError(f"{path} is no regular file")
-
-
 def read_checked(
     path: Path, # file to read
     md5: str, # how its md5 begins
 ) -> bytes: # all of it
     "The bytes of a file whose md5 is known."
-    _require_file(path)
+    require_file(path)
     raw = path.read_bytes()
     digest = hashlib.md5(raw, usedforsecurity=False).hexdigest()
     if not digest.startswith(md5):
@@ -82,7 +76,7 @@ def load_npy(
 ) -> np.ndarray: # read-only
     "Open an array that stays on disk until it is used."
     try:
-        _require_file(path)
+        require_file(path)
         return np.load(path, mmap_mode="r", allow_pickle=False)
     except _DAMAGE as error:
         raise ValueError(f"{path} is damaged or not an .npy file ({error}); delete it and download it again") from error
@@ -93,7 +87,7 @@ def read_npz(
 ) -> dict[str, np.ndarray]: # arrays by name
     "All arrays of an .npz file; zip's checksums notice damage."
     try:
-        _require_file(path)
+        require_file(path)
         with zipfile.ZipFile(path) as archive:  # before it is read: a small file may expand to a very large one
             size = sum(entry.file_size for entry in archive.infolist())
         if size > min(_NPZ_BYTES, max(100 << 20, 100 * path.stat().st_size)):
@@ -374,7 +368,7 @@ def read_wav(
 ) -> np.ndarray: # float32 [samples]
     "The samples of a 16-bit mono recording, from -1 to 1."
     try:
-        _require_file(path)
+        require_file(path)
         with wave.open(str(path)) as file:
             form = file.getnchannels(), 8 * file.getsampwidth(), file.getframerate()
             raw = file.readframes(file.getnframes())
